@@ -1,0 +1,186 @@
+"""The one decoder of the project: LLM and SSMs, prefill, verification and training all run through `forward`.
+
+Pure functional: parameters and cache come in as arguments, the K/V of the pass's rows goes out; the cache itself is
+only read. The parameter tree is
+
+    {"embed": {...}, "layers_0": {...}, ..., "layers_{L-1}": {...}, "head": {...}}
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+from specinfer_jax.models.attention import Attention
+from specinfer_jax.models.config import ModelConfig
+from specinfer_jax.models.kv_cache import KVCache
+from specinfer_jax.models.layers import MLP, Linear, Norm, RopeAngles, matmul_precision, rope_angles
+from specinfer_jax.notation import LayerKV
+
+Params = Mapping[str, Any]
+"""Nested dict of arrays; `param_shapes` tells names and shapes."""
+
+
+class Embed(nn.Module):
+    """Token ids (and learned positions) to feature-major activations."""
+
+    config: ModelConfig
+    """Vocabulary, widths, positions."""
+
+    @nn.compact
+    def __call__(
+        self, token_T: Int[Array, " T"], position_T: Int[Array, " T"], dtype: jnp.dtype
+    ) -> Float[Array, "D T"]:
+        config = self.config
+        normal = nn.initializers.normal(0.02)
+        embed_width = config.embed_width or config.width
+        embedding_VE = self.param("embedding", normal, (config.vocab_size, embed_width), dtype)
+        x_DT = embedding_VE[token_T].T
+        if config.embed_width is not None:
+            x_DT = Linear(config.width, name="project_in")(x_DT)
+        if config.rope is None:
+            rows = config.max_position + config.learned_position_offset
+            position_RD = self.param("position", normal, (rows, config.width), dtype)
+            x_DT = x_DT + position_RD[position_T + config.learned_position_offset].T
+        return x_DT
+
+
+class DecoderLayer(nn.Module):
+    """Attention and MLP with their residuals, normalised before (or, OPT-350m, after) each."""
+
+    config: ModelConfig
+    """What the layer computes."""
+    implementation: str | None = None
+    """Attention kernel; None picks."""
+
+    @nn.compact
+    def __call__(
+        self,
+        x_DT: Float[Array, "D T"],
+        angles: RopeAngles | None,
+        earlier: LayerKV | None,
+        k_pages: Float[Array, "G P Z K"],
+        v_pages: Float[Array, "G P Z K"],
+        block_table: Int[Array, "B pages"],
+        prefix_len_B: Int[Array, " B"],
+        ancestors_BQC: UInt32[Array, "B Q C"],
+    ) -> tuple[Float[Array, "D T"], LayerKV]:
+        config = self.config
+        attention = Attention(config, self.implementation, name="attention")
+        attention_norm, mlp_norm = Norm(config, name="attention_norm"), Norm(config, name="mlp_norm")
+        mlp = MLP(config, name="mlp")
+        normed_DT = attention_norm(x_DT) if config.norm_first else x_DT
+        out_DT, new = attention(
+            normed_DT, angles, earlier, k_pages, v_pages, block_table, prefix_len_B, ancestors_BQC
+        )
+        x_DT = x_DT + out_DT
+        if config.norm_first:
+            return x_DT + mlp(mlp_norm(x_DT)), new
+        x_DT = attention_norm(x_DT)
+        return mlp_norm(x_DT + mlp(x_DT)), new
+
+
+class Head(nn.Module):
+    """Final norm and vocabulary head; logits are float32."""
+
+    config: ModelConfig
+    """Norm, projection, tying."""
+
+    @nn.compact
+    def __call__(
+        self, x_DT: Float[Array, "D T"], embedding_VE: Float[Array, "V E"]
+    ) -> Float[Array, "V T"]:
+        config = self.config
+        if config.final_norm:
+            x_DT = Norm(config, name="norm")(x_DT)
+        if config.embed_width is not None:
+            x_DT = Linear(config.embed_width, name="project_out")(x_DT)
+        if not config.tied_head:
+            shape = (config.vocab_size, x_DT.shape[0])
+            embedding_VE = self.param("kernel", nn.initializers.normal(0.02), shape, x_DT.dtype)
+        return jnp.matmul(
+            embedding_VE, x_DT, precision=matmul_precision(x_DT.dtype), preferred_element_type=jnp.float32
+        )
+
+
+def layer_params(params: Params, layer: int) -> Params:
+    """Parameters of one layer; the default of `forward`'s `fetch_layer`, which offloading replaces."""
+    return params[f"layers_{layer}"]
+
+
+def forward(
+    params: Params,
+    token_BQ: Int[Array, "B Q"],
+    position_BQ: Int[Array, "B Q"],
+    cache: KVCache,
+    ancestors_BQC: UInt32[Array, "B Q C"],
+    *,
+    config: ModelConfig,
+    earlier: tuple[LayerKV, ...] | None = None,
+    prompt_len_B: Int[Array, " B"] | None = None,
+    implementation: str | None = None,
+    fetch_layer: Callable[[Params, int], Params] = layer_params,
+) -> tuple[Float[Array, "D T"], tuple[LayerKV, ...]]:
+    """Run all layers on Q rows of every slot against the cached prefix and the rows so far.
+
+    Args:
+      params: the parameter tree.
+      token_BQ: int32 ids.
+      position_BQ: int32 position of every row in its own context (prefix length + depth, never the row's index).
+      cache: read, not written.
+      ancestors_BQC: uint32 bit-words; bit k of row i: row k (of `earlier` + this pass) is row i or an ancestor of it.
+      config: what to compute.
+      earlier: K/V of tree rows that previous passes computed, in row order.
+      prompt_len_B: prompt lengths, only read by dynamic rope scaling.
+      implementation: attention kernel; None picks.
+      fetch_layer: where a layer's parameters come from.
+
+    Returns:
+      `[D, B*Q]` activations before the head, and per layer the K/V of this pass's rows.
+    """
+    position_T = position_BQ.reshape(-1)
+    length_BQ = position_BQ + 1
+    if prompt_len_B is not None:
+        length_BQ = jnp.maximum(length_BQ, prompt_len_B[:, None])
+    dtype = params["embed"]["embedding"].dtype
+    x_DT = Embed(config).apply({"params": params["embed"]}, token_BQ.reshape(-1), position_T, dtype)
+    angles = rope_angles(config, position_T, length_BQ.reshape(-1))
+    layer = DecoderLayer(config, implementation)
+    rows = []
+    for l in range(config.num_layers):
+        x_DT, new = layer.apply(
+            {"params": fetch_layer(params, l)}, x_DT, angles, None if earlier is None else earlier[l],
+            cache.k_pages[l], cache.v_pages[l], cache.block_table, cache.length_B, ancestors_BQC,
+        )  # fmt: skip
+        rows.append(new)
+    return x_DT, tuple(rows)
+
+
+def vocabulary_logits(params: Params, x_DT: Float[Array, "D T"], *, config: ModelConfig) -> Float[Array, "V T"]:
+    """Float32 logits of every column; vocabulary-major, as the matmul leaves them."""
+    return Head(config).apply({"params": params["head"]}, x_DT, params["embed"]["embedding"])
+
+
+def init_params(config: ModelConfig, key: Array, *, dtype: jnp.dtype = jnp.float32) -> Params:
+    """Random parameters of a model that is not loaded from a file (tests, training from scratch)."""
+    keys = jax.random.split(key, config.num_layers + 2)
+    width, embed_width = config.width, config.embed_width or config.width
+    zero_11, x_D1 = jnp.zeros((1, 1), jnp.int32), jnp.zeros((width, 1), dtype)
+    params = {"embed": Embed(config).init(keys[0], zero_11[0], zero_11[0], dtype)["params"]}
+    pages = jnp.zeros((config.num_kv_heads, 1, 1, config.head_size), dtype)
+    angles = rope_angles(config, zero_11[0], zero_11[0] + 1)
+    for l in range(config.num_layers):
+        params[f"layers_{l}"] = DecoderLayer(config, "xla").init(
+            keys[l + 1], x_D1, angles, None, pages, pages, zero_11, zero_11[0], jnp.ones((1, 1, 1), jnp.uint32)
+        )["params"]
+    embedding = jnp.zeros((config.vocab_size, embed_width), dtype)
+    params["head"] = Head(config).init(keys[-1], x_D1, embedding).get("params", {})
+    return params
+
+
+def param_shapes(config: ModelConfig, *, dtype: jnp.dtype = jnp.float32) -> Params:
+    """Names, shapes and dtypes of the parameter tree as `jax.ShapeDtypeStruct`; allocates nothing."""
+    return jax.eval_shape(lambda key: init_params(config, key, dtype=dtype), jax.random.key(0))
