@@ -193,5 +193,5 @@ def _llama3_from_blend(blend: np.ndarray, turns: np.ndarray) -> tuple[int, float
         return None
     width = -1.0 / offset
     # Both are whole numbers in every published model; rounding removes the float32 noise of the divisors.
-    high = round(1.0 + width, 3)
+    high = float(round(1.0 + width, 3))
     return round(slope * width), high
