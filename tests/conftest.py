@@ -8,8 +8,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_p
 
 from jaxtyping import install_import_hook
 
-hook = install_import_hook(["specinfer_jax", "pallas_kernels"], "beartype.beartype")
-hook.install()
+install_import_hook(["specinfer_jax", "pallas_kernels"], "beartype.beartype")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

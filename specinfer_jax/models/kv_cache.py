@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from specinfer_jax.models.config import ModelConfig
@@ -41,9 +42,7 @@ def cache_bytes(config: ModelConfig, *, num_slots: int, max_model_len: int, page
     return 2 * config.num_layers * config.num_kv_heads * config.head_size * tokens * itemsize
 
 
-def init_cache(
-    config: ModelConfig, *, num_slots: int, max_model_len: int, page_size: int, dtype: jnp.dtype
-) -> KVCache:
+def init_cache(config: ModelConfig, *, num_slots: int, max_model_len: int, page_size: int, dtype: DTypeLike) -> KVCache:
     """An empty cache in which slot b owns the b-th run of pages."""
     pages = pages_per_slot(max_model_len, page_size)
     shape = (config.num_kv_heads, num_slots * pages, page_size, config.head_size)
@@ -98,11 +97,6 @@ def _write_indices(
     # fill_value keeps positions past the table out of range instead of clamping them onto the last page.
     page_BA = jnp.take_along_axis(table, position_BA // page_size, axis=1, mode="fill", fill_value=num_pages)
     return jnp.where(kept_BA, page_BA, num_pages), position_BA % page_size
-
-
-def reset_slot(cache: KVCache, slot: Int[Array, ""]) -> KVCache:
-    """Forget what a slot holds, so that a new request may take it."""
-    return cache._replace(length_B=cache.length_B.at[slot].set(0))
 
 
 def gather_rows(rows: tuple[LayerKV, ...], index_BA: Int[Array, "B A"]) -> tuple[LayerKV, ...]:

@@ -11,6 +11,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from specinfer_jax.models.config import ModelConfig, RopeConfig
@@ -23,7 +24,7 @@ _ACTIVATIONS = {
 }
 
 
-def matmul_precision(dtype: jnp.dtype) -> jax.lax.Precision | None:
+def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision | None:
     """HIGHEST for float32 weights, so that no device rounds them to TF32 or bfloat16 behind the user's back."""
     return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
 

@@ -12,6 +12,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
 from specinfer_jax.models.attention import Attention
@@ -32,7 +33,7 @@ class Embed(nn.Module):
 
     @nn.compact
     def __call__(
-        self, token_T: Int[Array, " T"], position_T: Int[Array, " T"], dtype: jnp.dtype
+        self, token_T: Int[Array, " T"], position_T: Int[Array, " T"], dtype: DTypeLike
     ) -> Float[Array, "D T"]:
         config = self.config
         normal = nn.initializers.normal(0.02)
@@ -73,9 +74,7 @@ class DecoderLayer(nn.Module):
         attention_norm, mlp_norm = Norm(config, name="attention_norm"), Norm(config, name="mlp_norm")
         mlp = MLP(config, name="mlp")
         normed_DT = attention_norm(x_DT) if config.norm_first else x_DT
-        out_DT, new = attention(
-            normed_DT, angles, earlier, k_pages, v_pages, block_table, prefix_len_B, ancestors_BQC
-        )
+        out_DT, new = attention(normed_DT, angles, earlier, k_pages, v_pages, block_table, prefix_len_B, ancestors_BQC)
         x_DT = x_DT + out_DT
         if config.norm_first:
             return x_DT + mlp(mlp_norm(x_DT)), new
@@ -90,9 +89,7 @@ class Head(nn.Module):
     """Norm, projection, tying."""
 
     @nn.compact
-    def __call__(
-        self, x_DT: Float[Array, "D T"], embedding_VE: Float[Array, "V E"]
-    ) -> Float[Array, "V T"]:
+    def __call__(self, x_DT: Float[Array, "D T"], embedding_VE: Float[Array, "V E"]) -> Float[Array, "V T"]:
         config = self.config
         if config.final_norm:
             x_DT = Norm(config, name="norm")(x_DT)
@@ -164,7 +161,7 @@ def vocabulary_logits(params: Params, x_DT: Float[Array, "D T"], *, config: Mode
     return Head(config).apply({"params": params["head"]}, x_DT, params["embed"]["embedding"])
 
 
-def init_params(config: ModelConfig, key: Array, *, dtype: jnp.dtype = jnp.float32) -> Params:
+def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = jnp.float32) -> Params:
     """Random parameters of a model that is not loaded from a file (tests, training from scratch)."""
     keys = jax.random.split(key, config.num_layers + 2)
     width, embed_width = config.width, config.embed_width or config.width
@@ -181,6 +178,6 @@ def init_params(config: ModelConfig, key: Array, *, dtype: jnp.dtype = jnp.float
     return params
 
 
-def param_shapes(config: ModelConfig, *, dtype: jnp.dtype = jnp.float32) -> Params:
+def param_shapes(config: ModelConfig, *, dtype: DTypeLike = jnp.float32) -> Params:
     """Names, shapes and dtypes of the parameter tree as `jax.ShapeDtypeStruct`; allocates nothing."""
     return jax.eval_shape(lambda key: init_params(config, key, dtype=dtype), jax.random.key(0))

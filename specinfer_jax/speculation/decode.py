@@ -1,0 +1,291 @@
+"""The decode step: speculate -> tree forward of the LLM -> verify -> commit (SpecInfer, Algorithms 1 and 2).
+
+One pure function, `step`, serves the compiled loop of `generate` and the token-by-token `stream`. Incremental decoding
+is the same step with a tree of one row.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.tree_attention import ancestor_words
+from specinfer_jax.models.config import ModelConfig
+from specinfer_jax.models.kv_cache import KVCache, commit, gather_rows
+from specinfer_jax.models.transformer import Params, forward, vocabulary_logits
+from specinfer_jax.notation import LayerKV
+from specinfer_jax.speculation import gate
+from specinfer_jax.speculation.gate import StepCosts
+from specinfer_jax.speculation.speculator import Context, Draft, Speculator, SpeculatorState
+from specinfer_jax.speculation.verifier import Verdict, verify_greedy
+from specinfer_jax.tree.merge import merge_trees
+from specinfer_jax.tree.token_tree import ROW_BUCKETS, TokenTree, clip_depth, root_only, truncate
+
+RUNNING, STOPPED, LENGTH = 0, 1, 2
+"""Values of `DecodeState.finish_B`: still decoding; a stop token was committed; the limit was reached."""
+
+
+class StepStats(NamedTuple):
+    """Counters of every slot's request; kept tokens only."""
+
+    steps_BJ: Int[Array, "B J"]
+    """LLM passes by row bucket."""
+    proposed_BA: Int[Array, "B A"]
+    """Entry d: steps whose verified tree reached depth d (entry 0: all steps)."""
+    accepted_BA: Int[Array, "B A"]
+    """Entry d: steps in which at least d nodes were accepted and kept (entry 0: all steps)."""
+    proposed_BM: Int[Array, "B M"]
+    """Verified nodes by speculator that proposed them."""
+    accepted_BM: Int[Array, "B M"]
+    """Accepted and kept nodes by speculator that proposed them."""
+
+
+class DecodeState(NamedTuple):
+    """All device state of the slots; donated to every step."""
+
+    token_BS: Int[Array, "B S"]
+    """Prompt and committed tokens."""
+    committed_B: Int[Array, " B"]
+    """Number of those tokens."""
+    prompt_len_B: Int[Array, " B"]
+    """Tokens of the prompt."""
+    limit_B: Int[Array, " B"]
+    """Tokens at which the request ends with reason length."""
+    active_B: Bool[Array, " B"]
+    """The slot decodes a request."""
+    finish_B: Int[Array, " B"]
+    """RUNNING, STOPPED or LENGTH."""
+    is_stop_BV: Bool[Array, "B V"]
+    """Token ids that end the slot's request."""
+    cache: KVCache
+    """The LLM's cache; between steps its length is committed - 1."""
+    speculators: tuple[SpeculatorState, ...]
+    """State of every speculator (an SSM's cache)."""
+    rate_BJ: Float[Array, "B J"]
+    """Running acceptance rates of all kinds of nodes, speculators side by side."""
+    stats: StepStats
+    """Counters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """Static description of a step: what is compiled."""
+
+    llm: ModelConfig
+    """The verifying model."""
+    speculators: tuple[Speculator, ...] = ()
+    """Proposers; their trees are merged. None: incremental decoding."""
+    adaptive: bool = True
+    """Let the acceptance gate cut or skip trees; False verifies every tree whole."""
+    implementation: str | None = None
+    """Attention kernel; None picks."""
+
+    @property
+    def num_rows(self) -> int:
+        """N: the root and every node that can be proposed."""
+        return 1 + sum(s.num_nodes for s in self.speculators)
+
+    @property
+    def path_len(self) -> int:
+        """A: longest path, root included."""
+        return 1 + max((s.depth for s in self.speculators), default=0)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Row counts compiled: powers on the way, and the smallest that holds the whole tree."""
+        whole = next((rows for rows in ROW_BUCKETS if rows >= self.num_rows), self.num_rows)
+        if not self.adaptive:
+            return (1, whole) if whole > 1 else (1,)
+        return (*(rows for rows in ROW_BUCKETS if rows < whole and rows != 2), whole)
+
+    @property
+    def num_kinds(self) -> int:
+        """Acceptance statistics of all speculators."""
+        return sum(s.num_kinds for s in self.speculators)
+
+    def prior_rates(self) -> np.ndarray:
+        """float32 `[num_kinds]`."""
+        return np.concatenate([np.zeros(0, np.float32), *(s.prior_rates() for s in self.speculators)])
+
+
+class DecodeParams(NamedTuple):
+    """Parameters of the LLM and, in the order of the speculators, of the SSMs."""
+
+    llm: Params
+    """The LLM's."""
+    speculators: tuple[Any, ...] = ()
+    """One entry per speculator; `()` for those without parameters."""
+
+
+def step(params: DecodeParams, state: DecodeState, costs: StepCosts, *, program: StepProgram) -> DecodeState:
+    """Propose trees, verify them in one LLM pass, commit the accepted path and the bonus token of every active slot."""
+    context = Context(state.token_BS, state.committed_B, state.prompt_len_B)
+    room_B = jnp.where(state.active_B, state.limit_B - state.committed_B, 0)
+    draft, source_BN, speculators = _speculate(params, state, costs, context, room_B, program)
+    chosen, verified = _choose_bucket(draft, state, costs, program)
+
+    def branch(rows: int):
+        return lambda: _verify(params.llm, truncate(draft.tree, rows), state, context, program)
+
+    # Branches only read the cache; one that wrote it would copy it whole (docs/log.md).
+    verdict, path_rows = jax.lax.switch(chosen, [branch(rows) for rows in program.buckets])
+    kept_B, finish_B = _apply_stop_rules(verdict, state, room_B)
+
+    position_BA = state.committed_B[:, None] + jnp.arange(program.path_len, dtype=jnp.int32)[None]
+    is_kept_BA = jnp.arange(program.path_len)[None] < kept_B[:, None]
+    index_BA = jnp.where(is_kept_BA, position_BA, state.token_BS.shape[1])
+    token_BS = jax.vmap(lambda token_S, i_A, new_A: token_S.at[i_A].set(new_A, mode="drop"))(
+        state.token_BS, index_BA, verdict.token_BA
+    )
+    hit_BN, observed_BN = gate.committed_nodes(draft.tree, verdict.token_BA, kept_B)
+    return state._replace(
+        token_BS=token_BS,
+        committed_B=state.committed_B + kept_B,
+        active_B=state.active_B & (finish_B == RUNNING),
+        finish_B=jnp.where(state.active_B, finish_B, state.finish_B),
+        cache=commit(state.cache, path_rows, kept_B),
+        speculators=speculators,
+        rate_BJ=gate.update_rates(
+            state.rate_BJ, jnp.asarray(program.prior_rates()), draft.kind_BN, hit_BN, observed_BN
+        ),
+        stats=_count(state, chosen, draft.tree, verified, source_BN, hit_BN, verdict, kept_B, program),
+    )
+
+
+def burst(
+    params: DecodeParams, state: DecodeState, costs: StepCosts, num_steps: Int[Array, ""], *, program: StepProgram
+) -> DecodeState:
+    """At most `num_steps` steps on the device; ends early when a slot finishes, so that its place can be filled."""
+
+    def goes_on(carry: tuple[Array, DecodeState]) -> Array:
+        done, now = carry
+        return (done < num_steps) & now.active_B.any() & (now.active_B == state.active_B).all()
+
+    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
+        done, now = carry
+        return done + 1, step(params, now, costs, program=program)
+
+    _, state = jax.lax.while_loop(goes_on, body, (jnp.zeros((), jnp.int32), state))
+    return state
+
+
+def _speculate(
+    params: DecodeParams, state: DecodeState, costs: StepCosts, context: Context, room_B: Array, program: StepProgram
+) -> tuple[Draft, Array, tuple[SpeculatorState, ...]]:
+    """One merged tree per slot, which speculators proposed each node, and the speculators' new states."""
+    wants_tree_B = room_B > 1  # with room for one token the bonus token is all that can be kept
+    if not program.speculators:
+        tree = root_only(context.root_token_B, 1)
+        return Draft(tree, tree.depth_BN), jnp.zeros_like(tree.token_BN, jnp.uint32), ()
+    drafts, states, first_kind = [], [], 0
+    for m, speculator in enumerate(program.speculators):
+        want_B = wants_tree_B & _worth_drafting(speculator, m, first_kind, state, costs, program)
+        draft, new_state = speculator.propose(params.speculators[m], state.speculators[m], context, want_B)
+        drafts.append(draft._replace(kind_BN=draft.kind_BN + first_kind))
+        states.append(new_state)
+        first_kind += speculator.num_kinds
+    merged = merge_trees([draft.tree for draft in drafts])
+    tree, row_BN = clip_depth(merged.tree, room_B - 1)
+    kind_BR = jnp.concatenate([draft.kind_BN for draft in drafts], axis=1)
+    kind_BN = jnp.take_along_axis(kind_BR, merged.row_BN, axis=1, mode="fill", fill_value=0)
+    kind_BN = jnp.take_along_axis(kind_BN, row_BN, axis=1, mode="fill", fill_value=0)
+    source_BN = jnp.take_along_axis(merged.source_BN, row_BN, axis=1, mode="fill", fill_value=0)
+    return Draft(tree, kind_BN), source_BN, tuple(states)
+
+
+def _worth_drafting(
+    speculator: Speculator, m: int, first_kind: int, state: DecodeState, costs: StepCosts, program: StepProgram
+) -> Bool[Array, ""]:
+    """Whether a speculator whose tree is known beforehand pays for its drafting as well."""
+    static = speculator.static_tree()
+    if static is None or not program.adaptive:
+        return jnp.bool_(True)
+    parent_N, depth_N, kind_N = static
+    B, N = state.committed_B.shape[0], len(parent_N)
+    shape = (B, N)
+    tree = TokenTree(
+        jnp.zeros(shape, jnp.int32),
+        jnp.broadcast_to(parent_N[None], shape),
+        jnp.broadcast_to(depth_N[None], shape),
+        jnp.ones(shape, bool),
+    )
+    chance_BN = gate.path_chances(tree, state.rate_BJ[:, first_kind + kind_N], depth=speculator.depth)
+    best = gate.best_bucket(chance_BN, state.active_B, program.buckets, costs.verify_J, costs.draft_M[m])
+    return best > 0
+
+
+def _choose_bucket(
+    draft: Draft, state: DecodeState, costs: StepCosts, program: StepProgram
+) -> tuple[Int[Array, ""], Int[Array, ""]]:
+    """(index of the bucket to run, its number of rows)."""
+    buckets = np.array(program.buckets, np.int32)
+    rows_needed = jnp.max(jnp.sum(draft.tree.valid_BN, axis=1))
+    chosen = jnp.searchsorted(buckets, rows_needed).astype(jnp.int32)
+    if program.adaptive and program.speculators:
+        rate_BN = jnp.take_along_axis(state.rate_BJ, draft.kind_BN, axis=1)
+        chance_BN = gate.path_chances(draft.tree, rate_BN, depth=program.path_len - 1)
+        chosen = gate.best_bucket(chance_BN, state.active_B, program.buckets, costs.verify_J)
+    return chosen, jnp.asarray(buckets)[chosen]
+
+
+def _verify(
+    params: Params, tree: TokenTree, state: DecodeState, context: Context, program: StepProgram
+) -> tuple[Verdict, tuple[LayerKV, ...]]:
+    """One LLM pass over the trees; the verdict and the K/V of its path, both padded to the longest path."""
+    B, N = tree.token_BN.shape
+    A = program.path_len
+    # The root sits at position cache length = committed - 1; a node's position follows from its depth.
+    position_BN = state.cache.length_B[:, None] + tree.depth_BN
+    x_DT, rows = forward(
+        params, tree.token_BN, position_BN, state.cache, ancestor_words(tree.parent_BN),
+        config=program.llm, prompt_len_B=context.prompt_len_B, implementation=program.implementation,
+    )  # fmt: skip
+    logits_VT = vocabulary_logits(params, x_DT, config=program.llm)
+    target_BN = jnp.argmax(logits_VT, axis=0).astype(jnp.int32).reshape(B, N)
+    verdict = verify_greedy(tree, target_BN, path_len=min(A, N))
+    padding = ((0, 0), (0, A - min(A, N)))
+    path_BA = jnp.pad(verdict.path_BA, padding, constant_values=N)
+    token_BA = jnp.pad(verdict.token_BA, padding)
+    return Verdict(path_BA, token_BA, verdict.accepted_B), gather_rows(rows, path_BA)
+
+
+def _apply_stop_rules(
+    verdict: Verdict, state: DecodeState, room_B: Int[Array, " B"]
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """(tokens kept, finish code) per slot, decided token by token in order: stop token first, then the limit."""
+    A = verdict.token_BA.shape[1]
+    is_new_BA = jnp.arange(A)[None] <= verdict.accepted_B[:, None]
+    is_stop_BA = jnp.take_along_axis(state.is_stop_BV, verdict.token_BA, axis=1, mode="fill", fill_value=False)
+    is_stop_BA = is_stop_BA & is_new_BA
+    up_to_stop_B = jnp.where(is_stop_BA.any(axis=1), jnp.argmax(is_stop_BA, axis=1).astype(jnp.int32) + 1, A + 1)
+    kept_B = jnp.minimum(jnp.minimum(verdict.accepted_B + 1, up_to_stop_B), room_B)
+    finish_B = jnp.where(kept_B == room_B, LENGTH, RUNNING)
+    finish_B = jnp.where(kept_B == up_to_stop_B, STOPPED, finish_B)
+    return kept_B, finish_B.astype(jnp.int32)
+
+
+def _count(
+    state: DecodeState, chosen: Array, tree: TokenTree, verified_rows: Array, source_BN: Array, hit_BN: Array,
+    verdict: Verdict, kept_B: Array, program: StepProgram,
+) -> StepStats:  # fmt: skip
+    """Counters after this step; only what was verified and kept counts."""
+    stats = state.stats
+    active_B1 = state.active_B[:, None]
+    N, M = tree.num_rows, len(program.speculators)
+    level_A = jnp.arange(program.path_len, dtype=jnp.int32)[None]
+    was_verified_BN = tree.valid_BN & (jnp.arange(N)[None] < verified_rows)
+    deepest_B1 = jnp.max(jnp.where(was_verified_BN, tree.depth_BN, 0), axis=1, keepdims=True)
+    accepted_B1 = jnp.minimum(verdict.accepted_B, kept_B)[:, None]
+    by_source_BNM = (source_BN[:, :, None] >> jnp.arange(M, dtype=jnp.uint32)[None, None]) & 1 > 0
+    by_source_BNM = by_source_BNM & was_verified_BN[:, :, None] & active_B1[:, :, None]
+    buckets_J = jnp.arange(len(program.buckets))[None]
+    return StepStats(
+        steps_BJ=stats.steps_BJ + (active_B1 & (buckets_J == chosen)),
+        proposed_BA=stats.proposed_BA + (active_B1 & (level_A <= deepest_B1)),
+        accepted_BA=stats.accepted_BA + (active_B1 & (level_A <= accepted_B1)),
+        proposed_BM=stats.proposed_BM + jnp.sum(by_source_BNM, axis=1, dtype=jnp.int32),
+        accepted_BM=stats.accepted_BM + jnp.sum(by_source_BNM & hit_BN[:, :, None], axis=1, dtype=jnp.int32),
+    )
