@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
@@ -20,3 +21,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # `error` for everything: a warning is a fault of ours until it is named below with its reason.
     config.addinivalue_line("filterwarnings", "error")
     warnings.filterwarnings("error")
+
+
+@pytest.fixture(scope="session")
+def default_model_gguf() -> Path:
+    """The default model's file, downloaded once; only tests marked `weights` ask for it."""
+    from specinfer_jax.checkpoint.resolve import resolve
+
+    return resolve("smollm2-135m-instruct")

@@ -1,0 +1,182 @@
+"""From a user's choices to what the engine runs: models, tokenizers, speculators, limits."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specinfer_jax.checkpoint.load import LoadedModel, load_model
+from specinfer_jax.checkpoint.resolve import resolve
+from specinfer_jax.config import DEFAULT_TREE, Speculation
+from specinfer_jax.errors import ConfigError, SpeculationError
+from specinfer_jax.models.config import ModelConfig
+from specinfer_jax.models.kv_cache import cache_bytes
+from specinfer_jax.speculation.decode import DecodeParams, StepProgram
+from specinfer_jax.speculation.ngram import NgramSpeculator
+from specinfer_jax.speculation.speculator import Speculator
+from specinfer_jax.speculation.ssm import SsmSpeculator
+from specinfer_jax.tokenizer import Tokenizer
+from specinfer_jax.tree.expand import MAX_TREE_NODES, parse_expansion
+
+PAGE_SIZE = 128
+"""Tokens of one cache page; one page is one block of the attention loop on CPU (docs/log.md)."""
+
+
+class Model(NamedTuple):
+    """A loaded model with its tokenizer; also accepted as an SSM in `Speculation(ssms=[...])`."""
+
+    config: ModelConfig
+    """What it computes."""
+    params: Any
+    """Parameter tree."""
+    tokenizer: Tokenizer
+    """Its tokenizer."""
+    location: str
+    """Where it came from, for messages."""
+
+    def first_layers(self, num_layers: int) -> "Model":
+        """The same model cut off after its first layers, sharing all arrays; a cheap SSM to experiment with."""
+        if not 1 <= num_layers <= self.config.num_layers:
+            raise ConfigError(f"num_layers must lie between 1 and {self.config.num_layers}, got {num_layers}")
+        kept = {f"layers_{l}" for l in range(num_layers)} | {"embed", "head"}
+        return self._replace(
+            config=ModelConfig(**{**vars(self.config), "num_layers": num_layers}),
+            params={name: value for name, value in self.params.items() if name in kept},
+            location=f"first {num_layers} layers of {self.location}",
+        )
+
+
+def open_model(name: str | os.PathLike[str], *, dtype: jnp.dtype) -> Model:
+    """Resolve, load, and find the tokenizer of a model given by name, path or hub id."""
+    path = resolve(name)
+    loaded = load_model(path, dtype=dtype)
+    return Model(loaded.config, loaded.params, tokenizer_of(loaded), str(name))
+
+
+def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
+    """The tokenizer beside a loaded model."""
+    if loaded.gguf_metadata is not None:
+        return Tokenizer.from_gguf(loaded.gguf_metadata)
+    return Tokenizer.from_hf_folder(loaded.source)
+
+
+def choose_dtype(name: str) -> jnp.dtype:
+    """The dtype of weights and caches; "auto" asks the default device."""
+    if name != "auto":
+        return jnp.dtype(name)
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        return jnp.dtype(jnp.float32)
+    if device.platform in ("gpu", "cuda"):
+        capability = float(getattr(device, "compute_capability", "8.0"))
+        return jnp.dtype(jnp.bfloat16 if capability >= 8.0 else jnp.float16)
+    return jnp.dtype(jnp.bfloat16)
+
+
+def choose_max_model_len(config: ModelConfig, asked: int | None) -> int:
+    """Most tokens of one request; a window of attention counts as the model's limit, since windows are not computed."""
+    longest = min(config.max_position, config.sliding_window or config.max_position)
+    if asked is not None and asked > longest:
+        window = " (the length of its attention window)" if longest == config.sliding_window else ""
+        raise ConfigError(f"max_model_len {asked} exceeds the model's {longest} tokens{window}")
+    return asked or longest
+
+
+def build_program(llm: Model, speculation: Speculation, *, dtype: jnp.dtype) -> tuple[StepProgram, DecodeParams]:
+    """The static step and its parameters.
+
+    Raises:
+      SpeculationError: a tree does not parse or is too large, or an SSM's vocabulary is not the LLM's.
+    """
+    if not speculation.enabled:
+        return StepProgram(llm.config), DecodeParams(llm.params)
+    speculators: list[Speculator] = []
+    params: list[Any] = []
+    if speculation.tree is not None and not speculation.ssms:
+        raise SpeculationError("a tree of children per level needs an SSM: give ssms=[...] as well")
+    for number, ssm in enumerate(_open_ssms(llm, speculation.ssms, dtype)):
+        name = "ssm" if len(speculation.ssms) == 1 else f"ssm{number + 1}"
+        speculators.append(_ssm_speculator(llm, ssm, speculation.tree or DEFAULT_TREE, name))
+        params.append(ssm.params)
+    if speculation.uses_ngram:
+        speculators.append(NgramSpeculator())
+        params.append(())
+    program = StepProgram(llm.config, tuple(speculators), adaptive=speculation.adaptive)
+    if program.num_rows > MAX_TREE_NODES + 1:
+        raise SpeculationError(
+            f"the speculators together propose up to {program.num_rows - 1} nodes; at most {MAX_TREE_NODES} fit into "
+            "one verified pass: use smaller trees or fewer speculators"
+        )
+    return program, DecodeParams(llm.params, tuple(params))
+
+
+def _open_ssms(llm: Model, ssms: Sequence[Any], dtype: jnp.dtype) -> list[Model]:
+    opened: dict[str, Model] = {llm.location: llm}
+    result = []
+    for ssm in ssms:
+        if isinstance(ssm, Model):
+            result.append(ssm)
+        elif isinstance(ssm, str | Path):
+            if str(ssm) not in opened:  # the same weights are never loaded twice
+                opened[str(ssm)] = open_model(ssm, dtype=dtype)
+            result.append(opened[str(ssm)])
+        else:
+            raise SpeculationError(f"an SSM must be a model name, a path or a loaded Model, got {type(ssm).__name__}")
+    return result
+
+
+def _ssm_speculator(llm: Model, ssm: Model, tree: str, name: str) -> SsmSpeculator:
+    differences = llm.tokenizer.first_differences(ssm.tokenizer)
+    if differences:
+        listed = "; ".join(f"id {d.token_id} is {d.piece!r} and {d.other_piece!r}" for d in differences)
+        raise SpeculationError(
+            f"SSM {ssm.location} has another vocabulary than {llm.location}: {listed}; an SSM needs the LLM's tokenizer"
+        )
+    return SsmSpeculator(
+        config=ssm.config,
+        expansion=parse_expansion(tree),
+        max_len=choose_max_model_len(ssm.config, None),
+        # What only one side has is padding: the LLM could never have produced it as text.
+        vocab_limit=min(
+            llm.tokenizer.vocab_size, ssm.tokenizer.vocab_size, llm.config.vocab_size, ssm.config.vocab_size
+        ),
+        name=name,
+    )
+
+
+def check_memory(program: StepProgram, *, num_slots: int, max_model_len: int, dtype: jnp.dtype) -> int:
+    """Bytes of all caches, refused before allocation if the device cannot hold them.
+
+    Raises:
+      ConfigError: says what is needed, what there is, and which settings to lower.
+    """
+    configs = [program.llm, *(s.config for s in program.speculators if isinstance(s, SsmSpeculator))]
+    needed = sum(
+        cache_bytes(
+            config, num_slots=num_slots, max_model_len=min(max_model_len, config.max_position),
+            page_size=PAGE_SIZE, itemsize=jnp.dtype(dtype).itemsize,
+        )
+        for config in configs
+    )  # fmt: skip
+    available = _device_memory()
+    if available is not None and needed > available:
+        raise ConfigError(
+            f"the caches need {needed / 2**30:.1f} GiB and the device has {available / 2**30:.1f} GiB; "
+            f"lower max_model_len ({max_model_len}) or max_num_seqs ({num_slots})"
+        )
+    return needed
+
+
+def _device_memory() -> int | None:
+    """Memory of the default device in bytes, None where it cannot be told."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats:
+        return int(stats.get("bytes_limit", 0)) or None
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device.platform == "cpu" else None
+    except (ValueError, OSError):
+        return None

@@ -1,0 +1,193 @@
+"""What a user chooses, as frozen dataclasses, and a TOML loader that rejects unknown keys. Free of jax.
+
+# configs/serve.toml
+model = "smollm2-135m-instruct"
+max_model_len = 4096
+[speculation]
+ngram = true
+[sampling]
+max_tokens = 128
+"""
+
+import dataclasses
+import tomllib
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from specinfer_jax.errors import ConfigError, SamplingError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+DEFAULT_TREE = "1,1,3,1,1"
+"""Expansion of a single SSM's tree where none is asked for."""
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends; fields as in vLLM.
+
+    This version decodes greedily: a field that would need sampling, and every other one not listed as supported, is
+    refused by name unless it has its neutral value.
+    """
+
+    max_tokens: int = 16
+    """Most tokens generated."""
+    temperature: float = 0.0
+    """0 is greedy decoding; nothing else is supported yet."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Ids that end the request besides the model's own."""
+    ignore_eos: bool = False
+    """Go on behind the model's own end-of-sequence ids."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    top_k: int = 0
+    """Neutral value only."""
+    top_p: float = 1.0
+    """Neutral value only."""
+    min_p: float = 0.0
+    """Neutral value only."""
+    presence_penalty: float = 0.0
+    """Neutral value only."""
+    frequency_penalty: float = 0.0
+    """Neutral value only."""
+    repetition_penalty: float = 1.0
+    """Neutral value only."""
+    min_tokens: int = 0
+    """Neutral value only."""
+    n: int = 1
+    """Neutral value only."""
+    seed: int | None = None
+    """Greedy decoding draws nothing; any seed gives the same tokens."""
+    stop: tuple[str, ...] | str | None = None
+    """Neutral value only."""
+    logprobs: int | None = None
+    """Neutral value only."""
+    prompt_logprobs: int | None = None
+    """Neutral value only."""
+    logit_bias: Any = None
+    """Neutral value only."""
+    allowed_token_ids: Any = None
+    """Neutral value only."""
+    bad_words: Any = None
+    """Neutral value only."""
+    include_stop_str_in_output: bool = False
+    """Neutral value only."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
+            raise SamplingError(f"max_tokens must be a whole number of at least 1, got {self.max_tokens!r}")
+        if not isinstance(self.temperature, int | float) or self.temperature != 0:
+            raise SamplingError(
+                f"temperature={self.temperature!r} is not supported yet: this version decodes greedily; leave it at 0"
+            )
+        if isinstance(self.stop_token_ids, int | str) or self.stop_token_ids is None:
+            raise SamplingError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in self.stop_token_ids):
+            raise SamplingError(f"stop_token_ids must be token ids of at least 0, got {list(self.stop_token_ids)}")
+        for name, neutral in _NEUTRAL.items():
+            value = getattr(self, name)
+            if value not in neutral:
+                raise SamplingError(f"{name}={value!r} is not supported yet; leave it at {neutral[0]!r}")
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,), "presence_penalty": (0.0,), "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,), "min_tokens": (0,), "n": (1,), "stop": (None, (), [], ""), "logprobs": (None,),
+    "prompt_logprobs": (None,), "logit_bias": (None, {}), "allowed_token_ids": (None,), "bad_words": (None, [], ()),
+    "include_stop_str_in_output": (False,),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Speculation:
+    """Which speculators propose trees. Without arguments: the n-gram tree."""
+
+    ssms: tuple[Any, ...] = ()
+    """Small speculative models: names, folders, .gguf files, hub ids or loaded models; same vocabulary as the LLM."""
+    tree: str | None = None
+    """Children per node and level of each SSM's tree, such as "1,1,3,1,1"; None takes the default."""
+    ngram: bool | None = None
+    """Propose what followed earlier occurrences of the last tokens; None: if there is no SSM."""
+    adaptive: bool = True
+    """Cut or skip trees that would cost more than they are expected to gain; False verifies every tree whole."""
+    enabled: bool = True
+    """False is incremental decoding, whatever else is set."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.ssms, str | Path):
+            raise ConfigError(f"ssms must be a list of models, got {self.ssms!r}; write [{str(self.ssms)!r}]")
+        object.__setattr__(self, "ssms", tuple(self.ssms))
+        if self.tree is not None and not isinstance(self.tree, str):
+            raise ConfigError(f'tree must be a string such as "1,1,3,1,1", got {self.tree!r}')
+
+    @classmethod
+    def off(cls) -> "Speculation":
+        """Incremental decoding: one token per LLM pass."""
+        return cls(enabled=False)
+
+    @property
+    def uses_ngram(self) -> bool:
+        """Whether the n-gram speculator takes part."""
+        return self.enabled and (not self.ssms if self.ngram is None else self.ngram)
+
+
+@dataclasses.dataclass(frozen=True)
+class LLMConfig:
+    """Everything `specinfer --config FILE.toml` and `LLM(...)` can set."""
+
+    model: str = DEFAULT_MODEL
+    """Name, folder, .gguf file or hub id."""
+    dtype: DType = "auto"
+    """auto: bfloat16 on TPU and NVIDIA sm_80 or newer, float16 on older GPUs, float32 on CPU."""
+    max_model_len: int | None = None
+    """Most tokens of one request, prompt included; None: what the model was made for."""
+    max_num_seqs: int | None = None
+    """Requests that decode side by side; None: 1 on CPU, 8 elsewhere."""
+    speculation: Speculation = Speculation()
+    """Speculators."""
+    sampling: SamplingParams = SamplingParams()
+    """Defaults of the requests."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(DType):
+            raise ConfigError(f"dtype must be one of {', '.join(get_args(DType))}, got {self.dtype!r}")
+        for name in ("max_model_len", "max_num_seqs"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def load_config(path: str | Path) -> LLMConfig:
+    """Read an `LLMConfig` from a TOML file.
+
+    Raises:
+      ConfigError: the file is missing or no TOML, or a key is unknown (the message lists the known ones).
+    """
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not a TOML file: {error}") from error
+    return _from_table(LLMConfig, values, str(path), "")
+
+
+def _from_table(cls: type, values: dict[str, Any], path: str, prefix: str) -> Any:
+    """A dataclass from a TOML table; nested tables become nested dataclasses."""
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    arguments = {}
+    for key, value in values.items():
+        if key not in fields:
+            raise ConfigError(f"{path}: unknown key {prefix + key!r}; known are {', '.join(fields)}")
+        default = fields[key].default
+        if dataclasses.is_dataclass(default):
+            if not isinstance(value, dict):
+                raise ConfigError(f"{path}: {prefix + key} must be a table, got {value!r}")
+            value = _from_table(type(default), value, path, f"{prefix}{key}.")
+        arguments[key] = value
+    try:
+        return cls(**arguments)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
