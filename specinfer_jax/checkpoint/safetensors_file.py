@@ -23,6 +23,8 @@ _DTYPES = {
     "BF16": np.dtype(jnp.bfloat16),
 }
 
+_LFS_POINTER = b"version https://git-lfs."
+
 
 def map_file(path: Path) -> mmap.mmap:
     """Map a model file for reading.
@@ -37,7 +39,7 @@ def map_file(path: Path) -> mmap.mmap:
         raise CheckpointError(f"{path} is empty; download it again") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    if data[:26] == b"version https://git-lfs.git":
+    if data[: len(_LFS_POINTER)] == _LFS_POINTER:
         raise CheckpointError(f"{path} is a git-lfs pointer, not the model file; fetch it with `git lfs pull`")
     return data
 
