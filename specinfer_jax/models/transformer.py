@@ -6,6 +6,7 @@ only read. The parameter tree is
     {"embed": {...}, "layers_0": {...}, ..., "layers_{L-1}": {...}, "head": {...}}
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -145,15 +146,23 @@ def forward(
     dtype = params["embed"]["embedding"].dtype
     x_DT = Embed(config).apply({"params": params["embed"]}, token_BQ.reshape(-1), position_T, dtype)
     angles = rope_angles(config, position_T, length_BQ.reshape(-1))
-    layer = DecoderLayer(config, implementation)
     rows = []
     for l in range(config.num_layers):
-        x_DT, new = layer.apply(
-            {"params": fetch_layer(params, l)}, x_DT, angles, None if earlier is None else earlier[l],
+        x_DT, new = _run_layer(
+            fetch_layer(params, l), x_DT, angles, None if earlier is None else earlier[l],
             cache.k_pages[l], cache.v_pages[l], cache.block_table, cache.length_B, ancestors_BQC,
+            config=config, implementation=implementation,
         )  # fmt: skip
         rows.append(new)
     return x_DT, tuple(rows)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "implementation"))
+def _run_layer(
+    params: Params, *arguments: Any, config: ModelConfig, implementation: str | None
+) -> tuple[Float[Array, "D T"], LayerKV]:
+    """One layer; jitted so that equal layers are traced once (the compiler inlines it again)."""
+    return DecoderLayer(config, implementation).apply({"params": params}, *arguments)
 
 
 def vocabulary_logits(params: Params, x_DT: Float[Array, "D T"], *, config: ModelConfig) -> Float[Array, "V T"]:
