@@ -1,6 +1,6 @@
 """Tensors of a model file to the parameter tree: every parameter exactly once, every tensor used."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specinfer_jax.errors import CheckpointError, ConfigError
-from specinfer_jax.models.transformer import Params
+from specinfer_jax.models.config import ModelConfig
+from specinfer_jax.models.transformer import Params, param_shapes
 
 _NAMES_SHOWN = 4
 
@@ -38,6 +39,17 @@ def weight_dtype(dtype: Any) -> np.dtype:
     return found
 
 
+def wanted_shapes(config: ModelConfig, stored: Collection[str], source: Path) -> Params:
+    """`param_shapes`, after a look at the number of layers: a damaged one would keep it busy for ever.
+
+    Raises:
+      CheckpointError: there are more layers than tensors.
+    """
+    if config.num_layers > len(stored):
+        raise CheckpointError(f"{source} speaks of {config.num_layers} layers but holds {len(stored)} tensors")
+    return param_shapes(config)
+
+
 def assign_params(
     shapes: Params,
     stored: Mapping[str, StoredTensor],
@@ -49,7 +61,7 @@ def assign_params(
     """Build the parameter tree from stored tensors, reading one tensor at a time.
 
     Args:
-      shapes: which parameters there are, as `param_shapes` tells.
+      shapes: which parameters there are, as `wanted_shapes` tells.
       stored: by name; known buffers that are no parameters are left out by the caller.
       name_of: parameter path (`layers_0/attention/q/kernel`) -> key of `stored`.
       dtype: float32, bfloat16 or float16, for every parameter.

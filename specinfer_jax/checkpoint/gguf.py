@@ -9,13 +9,13 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from specinfer_jax.checkpoint.assign import StoredTensor, assign_params, flat_paths, listed
+from specinfer_jax.checkpoint.assign import StoredTensor, assign_params, flat_paths, listed, wanted_shapes
 from specinfer_jax.checkpoint.gguf_header import GGUFFile, TensorInfo
 from specinfer_jax.errors import CheckpointError, ConfigError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.families import FAMILIES, config_from_gguf
 from specinfer_jax.models.families.rope import rope_from_factors
-from specinfer_jax.models.transformer import Params, param_shapes
+from specinfer_jax.models.transformer import Params
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
@@ -60,7 +60,7 @@ def load_params(file: GGUFFile, config: ModelConfig, *, dtype: Any) -> Params:
     family = FAMILIES[config.family]
     stored = _stored_tensors(file)
     stored.pop(_ROPE_FACTORS, None)
-    shapes = param_shapes(config)
+    shapes = wanted_shapes(config, stored, file.path)
     for path, _ in flat_paths(shapes):
         row = family.weight_name(path)
         if row.gguf_interleaved is not None and row.gguf in stored:

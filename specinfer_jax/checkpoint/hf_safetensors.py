@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specinfer_jax.checkpoint.assign import StoredTensor, assign_params, listed
+from specinfer_jax.checkpoint.assign import StoredTensor, assign_params, listed, wanted_shapes
 from specinfer_jax.checkpoint.safetensors_file import read_safetensors
 from specinfer_jax.errors import CheckpointError, ConfigError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.families import FAMILIES, config_from_hf
 from specinfer_jax.models.families.weight_names import Family
-from specinfer_jax.models.transformer import Params, param_shapes
+from specinfer_jax.models.transformer import Params
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
@@ -77,7 +77,7 @@ def load_params(folder: Path, config: ModelConfig, *, dtype: Any) -> Params:
     family = FAMILIES[config.family]
     stored = _canonical(_read_files(folder), family)
     return assign_params(
-        param_shapes(config),
+        wanted_shapes(config, stored, folder),
         _settle_head(stored, family, tied=config.tied_head),
         name_of=lambda path: family.weight_name(path).hf,
         dtype=dtype,

@@ -12,13 +12,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from specinfer_jax.checkpoint.assign import StoredTensor, assign_params, flat_paths
+from specinfer_jax.checkpoint.assign import StoredTensor, assign_params, flat_paths, wanted_shapes
 from specinfer_jax.checkpoint.disk import clear_disk_errors, flush_to_disk, full_disk
 from specinfer_jax.checkpoint.hf_safetensors import read_json
 from specinfer_jax.checkpoint.resolve import CONVERTED_FILE
 from specinfer_jax.errors import CheckpointError
 from specinfer_jax.models.config import ModelConfig, RopeConfig
-from specinfer_jax.models.transformer import Params, param_shapes
+from specinfer_jax.models.transformer import Params
 
 _FORMAT_VERSION = 1
 _PARAMS = "params"
@@ -112,9 +112,9 @@ def load_params(folder: Path, config: ModelConfig, *, dtype: Any) -> Params:
     """
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         restorer = _Restorer(folder / _PARAMS, checkpointer)
-        return assign_params(
-            param_shapes(config), restorer.stored_tensors(), name_of=lambda path: path, dtype=dtype, source=folder
-        )
+        stored = restorer.stored_tensors()
+        shapes = wanted_shapes(config, stored, folder)
+        return assign_params(shapes, stored, name_of=lambda path: path, dtype=dtype, source=folder)
 
 
 class _Restorer:
