@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specinfer_jax.checkpoint.load import LoadedModel, load_model
 from specinfer_jax.checkpoint.resolve import resolve
-from specinfer_jax.config import DEFAULT_TREE, Speculation
+from specinfer_jax.config import DEFAULT_TREE, SamplingParams, Speculation
 from specinfer_jax.errors import ConfigError, SpeculationError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import cache_bytes
@@ -23,6 +23,10 @@ from specinfer_jax.tree.expand import MAX_TREE_NODES, parse_expansion
 
 PAGE_SIZE = 128
 """Tokens of one cache page; one page is one block of the attention loop on CPU (docs/log.md)."""
+
+
+CPU_MAX_ROWS, DEVICE_MAX_ROWS = 16, 64
+"""Rows of the largest pass where the gate picks nodes; on CPU more rows cost more than they gain (docs/log.md)."""
 
 
 class Model(NamedTuple):
@@ -47,6 +51,11 @@ class Model(NamedTuple):
             params={name: value for name, value in self.params.items() if name in kept},
             location=f"first {num_layers} layers of {self.location}",
         )
+
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Ids that end a request: the model's own unless they are ignored, and those asked for."""
+        own = () if params.ignore_eos else (*self.config.eos_token_ids, *self.tokenizer.eos_token_ids)
+        return frozenset((*own, *params.stop_token_ids))
 
 
 def open_model(name: str | os.PathLike[str], *, dtype: jnp.dtype) -> Model:
@@ -104,8 +113,9 @@ def build_program(llm: Model, speculation: Speculation, *, dtype: jnp.dtype) -> 
     if speculation.uses_ngram:
         speculators.append(NgramSpeculator())
         params.append(())
-    program = StepProgram(llm.config, tuple(speculators), adaptive=speculation.adaptive)
-    if program.num_rows > MAX_TREE_NODES + 1:
+    max_rows = CPU_MAX_ROWS if jax.devices()[0].platform == "cpu" else DEVICE_MAX_ROWS
+    program = StepProgram(llm.config, tuple(speculators), adaptive=speculation.adaptive, max_rows=max_rows)
+    if program.buckets[-1] > MAX_TREE_NODES + 1:
         raise SpeculationError(
             f"the speculators together propose up to {program.num_rows - 1} nodes; at most {MAX_TREE_NODES} fit into "
             "one verified pass: use smaller trees or fewer speculators"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.tree_attention import ancestor_words
 from specinfer_jax.models.config import ModelConfig
@@ -19,10 +19,10 @@ from specinfer_jax.models.transformer import Params, forward, vocabulary_logits
 from specinfer_jax.notation import LayerKV
 from specinfer_jax.speculation import gate
 from specinfer_jax.speculation.gate import StepCosts
-from specinfer_jax.speculation.speculator import Context, Draft, Speculator, SpeculatorState
+from specinfer_jax.speculation.speculator import Context, Speculator, SpeculatorState
 from specinfer_jax.speculation.verifier import Verdict, verify_greedy
 from specinfer_jax.tree.merge import merge_trees
-from specinfer_jax.tree.token_tree import ROW_BUCKETS, TokenTree, clip_depth, root_only, truncate
+from specinfer_jax.tree.token_tree import ROW_BUCKETS, TokenTree, clip_depth, order_by, root_only, truncate
 
 RUNNING, STOPPED, LENGTH = 0, 1, 2
 """Values of `DecodeState.finish_B`: still decoding; a stop token was committed; the limit was reached."""
@@ -80,12 +80,14 @@ class StepProgram:
     """Proposers; their trees are merged. None: incremental decoding."""
     adaptive: bool = True
     """Let the acceptance gate cut or skip trees; False verifies every tree whole."""
+    max_rows: int = 128
+    """With the gate: rows of the largest pass, root included; of larger trees the likeliest nodes are kept."""
     implementation: str | None = None
     """Attention kernel; None picks."""
 
     @property
     def num_rows(self) -> int:
-        """N: the root and every node that can be proposed."""
+        """The root and every node that can be proposed."""
         return 1 + sum(s.num_nodes for s in self.speculators)
 
     @property
@@ -95,8 +97,9 @@ class StepProgram:
 
     @property
     def buckets(self) -> tuple[int, ...]:
-        """Row counts compiled: powers on the way, and the smallest that holds the whole tree."""
-        whole = next((rows for rows in ROW_BUCKETS if rows >= self.num_rows), self.num_rows)
+        """Row counts compiled: the smallest that holds the whole tree, and with the gate those on the way."""
+        rows = min(self.num_rows, self.max_rows) if self.adaptive else self.num_rows
+        whole = next((bucket for bucket in ROW_BUCKETS if bucket >= rows), rows)
         if not self.adaptive:
             return (1, whole) if whole > 1 else (1,)
         return (*(rows for rows in ROW_BUCKETS if rows < whole and rows != 2), whole)
@@ -120,12 +123,34 @@ class DecodeParams(NamedTuple):
     """One entry per speculator; `()` for those without parameters."""
 
 
+class StepTrace(NamedTuple):
+    """What one step did, for drawing and debugging."""
+
+    tree: TokenTree
+    """The whole proposal of every slot, rows that were cut before verification included."""
+    verified_rows: Int[Array, ""]
+    """How many of its rows the LLM saw."""
+    source_BN: UInt32[Array, "B N"]
+    """Bit m: speculator m proposed this node. 0 for root and padding."""
+    verdict: Verdict
+    """The accepted path and the bonus token."""
+    kept_B: Int[Array, " B"]
+    """Tokens committed; fewer than accepted + 1 where a stop token or the limit came first."""
+
+
 def step(params: DecodeParams, state: DecodeState, costs: StepCosts, *, program: StepProgram) -> DecodeState:
     """Propose trees, verify them in one LLM pass, commit the accepted path and the bonus token of every active slot."""
+    return traced_step(params, state, costs, program=program)[0]
+
+
+def traced_step(
+    params: DecodeParams, state: DecodeState, costs: StepCosts, *, program: StepProgram
+) -> tuple[DecodeState, StepTrace]:
+    """`step`, and what it did; compiled without its second result it is `step`."""
     context = Context(state.token_BS, state.committed_B, state.prompt_len_B)
     room_B = jnp.where(state.active_B, state.limit_B - state.committed_B, 0)
-    draft, source_BN, speculators = _speculate(params, state, costs, context, room_B, program)
-    chosen, verified = _choose_bucket(draft, state, costs, program)
+    draft, speculators = _speculate(params, state, costs, context, room_B, program)
+    draft, chosen = _fit(draft, state, costs, program)
 
     def branch(rows: int):
         return lambda: _verify(params.llm, truncate(draft.tree, rows), state, context, program)
@@ -141,7 +166,9 @@ def step(params: DecodeParams, state: DecodeState, costs: StepCosts, *, program:
         state.token_BS, index_BA, verdict.token_BA
     )
     hit_BN, observed_BN = gate.committed_nodes(draft.tree, verdict.token_BA, kept_B)
-    return state._replace(
+    verified_rows = jnp.asarray(np.array(program.buckets, np.int32))[chosen]
+    trace = StepTrace(draft.tree, verified_rows, draft.source_BN, verdict, kept_B)
+    new_state = state._replace(
         token_BS=token_BS,
         committed_B=state.committed_B + kept_B,
         active_B=state.active_B & (finish_B == RUNNING),
@@ -151,8 +178,9 @@ def step(params: DecodeParams, state: DecodeState, costs: StepCosts, *, program:
         rate_BJ=gate.update_rates(
             state.rate_BJ, jnp.asarray(program.prior_rates()), draft.kind_BN, hit_BN, observed_BN
         ),
-        stats=_count(state, chosen, draft.tree, verified, source_BN, hit_BN, verdict, kept_B, program),
+        stats=_count(state, chosen, draft, hit_BN, trace, program),
     )
+    return new_state, trace
 
 
 def burst(
@@ -172,14 +200,33 @@ def burst(
     return state
 
 
+class _MergedDraft(NamedTuple):
+    """One tree per slot out of all speculators' proposals."""
+
+    tree: TokenTree
+    """`[B, N]`."""
+    kind_BN: Int[Array, "B N"]
+    """Acceptance statistic of every node, over all speculators."""
+    source_BN: UInt32[Array, "B N"]
+    """Bit m: speculator m proposed the node."""
+
+    def moved(self, tree: TokenTree, old_row_BN: Int[Array, "B N"]) -> "_MergedDraft":
+        """The same draft after its tree's rows moved."""
+
+        def take(x_BN: Array) -> Array:
+            return jnp.take_along_axis(x_BN, old_row_BN, axis=1, mode="fill", fill_value=0)
+
+        return _MergedDraft(tree, take(self.kind_BN), take(self.source_BN))
+
+
 def _speculate(
     params: DecodeParams, state: DecodeState, costs: StepCosts, context: Context, room_B: Array, program: StepProgram
-) -> tuple[Draft, Array, tuple[SpeculatorState, ...]]:
-    """One merged tree per slot, which speculators proposed each node, and the speculators' new states."""
-    wants_tree_B = room_B > 1  # with room for one token the bonus token is all that can be kept
+) -> tuple[_MergedDraft, tuple[SpeculatorState, ...]]:
+    """The union of all proposals, no deeper than the slot has room for, and the speculators' new states."""
     if not program.speculators:
         tree = root_only(context.root_token_B, 1)
-        return Draft(tree, tree.depth_BN), jnp.zeros_like(tree.token_BN, jnp.uint32), ()
+        return _MergedDraft(tree, tree.depth_BN, jnp.zeros_like(tree.token_BN, jnp.uint32)), ()
+    wants_tree_B = room_B > 1  # with room for one token the bonus token is all that can be kept
     drafts, states, first_kind = [], [], 0
     for m, speculator in enumerate(program.speculators):
         want_B = wants_tree_B & _worth_drafting(speculator, m, first_kind, state, costs, program)
@@ -188,12 +235,10 @@ def _speculate(
         states.append(new_state)
         first_kind += speculator.num_kinds
     merged = merge_trees([draft.tree for draft in drafts])
-    tree, row_BN = clip_depth(merged.tree, room_B - 1)
     kind_BR = jnp.concatenate([draft.kind_BN for draft in drafts], axis=1)
     kind_BN = jnp.take_along_axis(kind_BR, merged.row_BN, axis=1, mode="fill", fill_value=0)
-    kind_BN = jnp.take_along_axis(kind_BN, row_BN, axis=1, mode="fill", fill_value=0)
-    source_BN = jnp.take_along_axis(merged.source_BN, row_BN, axis=1, mode="fill", fill_value=0)
-    return Draft(tree, kind_BN), source_BN, tuple(states)
+    whole = _MergedDraft(merged.tree, kind_BN, merged.source_BN)
+    return whole.moved(*clip_depth(merged.tree, room_B - 1)), tuple(states)
 
 
 def _worth_drafting(
@@ -217,18 +262,18 @@ def _worth_drafting(
     return best > 0
 
 
-def _choose_bucket(
-    draft: Draft, state: DecodeState, costs: StepCosts, program: StepProgram
-) -> tuple[Int[Array, ""], Int[Array, ""]]:
-    """(index of the bucket to run, its number of rows)."""
-    buckets = np.array(program.buckets, np.int32)
-    rows_needed = jnp.max(jnp.sum(draft.tree.valid_BN, axis=1))
-    chosen = jnp.searchsorted(buckets, rows_needed).astype(jnp.int32)
-    if program.adaptive and program.speculators:
-        rate_BN = jnp.take_along_axis(state.rate_BJ, draft.kind_BN, axis=1)
-        chance_BN = gate.path_chances(draft.tree, rate_BN, depth=program.path_len - 1)
-        chosen = gate.best_bucket(chance_BN, state.active_B, program.buckets, costs.verify_J)
-    return chosen, jnp.asarray(buckets)[chosen]
+def _fit(
+    draft: _MergedDraft, state: DecodeState, costs: StepCosts, program: StepProgram
+) -> tuple[_MergedDraft, Int[Array, ""]]:
+    """The draft with its likeliest rows first, and the index of the bucket to run."""
+    if not (program.adaptive and program.speculators):
+        rows_needed = jnp.max(jnp.sum(draft.tree.valid_BN, axis=1))
+        return draft, jnp.searchsorted(np.array(program.buckets, np.int32), rows_needed).astype(jnp.int32)
+    rate_BN = jnp.take_along_axis(state.rate_BJ, draft.kind_BN, axis=1)
+    chance_BN = gate.path_chances(draft.tree, rate_BN, depth=program.path_len - 1)
+    draft = draft.moved(*order_by(draft.tree, chance_BN))
+    chance_BN = -jnp.sort(-chance_BN, axis=1)
+    return draft, gate.best_bucket(chance_BN, state.active_B, program.buckets, costs.verify_J)
 
 
 def _verify(
@@ -268,18 +313,17 @@ def _apply_stop_rules(
 
 
 def _count(
-    state: DecodeState, chosen: Array, tree: TokenTree, verified_rows: Array, source_BN: Array, hit_BN: Array,
-    verdict: Verdict, kept_B: Array, program: StepProgram,
-) -> StepStats:  # fmt: skip
+    state: DecodeState, chosen: Array, draft: _MergedDraft, hit_BN: Array, trace: StepTrace, program: StepProgram
+) -> StepStats:
     """Counters after this step; only what was verified and kept counts."""
-    stats = state.stats
+    stats, tree = state.stats, draft.tree
     active_B1 = state.active_B[:, None]
-    N, M = tree.num_rows, len(program.speculators)
+    M = len(program.speculators)
     level_A = jnp.arange(program.path_len, dtype=jnp.int32)[None]
-    was_verified_BN = tree.valid_BN & (jnp.arange(N)[None] < verified_rows)
+    was_verified_BN = tree.valid_BN & (jnp.arange(tree.num_rows)[None] < trace.verified_rows)
     deepest_B1 = jnp.max(jnp.where(was_verified_BN, tree.depth_BN, 0), axis=1, keepdims=True)
-    accepted_B1 = jnp.minimum(verdict.accepted_B, kept_B)[:, None]
-    by_source_BNM = (source_BN[:, :, None] >> jnp.arange(M, dtype=jnp.uint32)[None, None]) & 1 > 0
+    accepted_B1 = jnp.minimum(trace.verdict.accepted_B, trace.kept_B)[:, None]
+    by_source_BNM = (draft.source_BN[:, :, None] >> jnp.arange(M, dtype=jnp.uint32)[None, None]) & 1 > 0
     by_source_BNM = by_source_BNM & was_verified_BN[:, :, None] & active_B1[:, :, None]
     buckets_J = jnp.arange(len(program.buckets))[None]
     return StepStats(

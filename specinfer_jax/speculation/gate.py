@@ -20,6 +20,8 @@ _LEARNING_RATE = 0.15
 """Weight of one observation in the running average."""
 _FORGETTING_RATE = 1 / 256
 """Pull towards the prior at every step, so that a kind that was given up is tried again."""
+_LARGEST_RATE = 0.99
+"""Keeps every child's chance strictly below its parent's."""
 _NEED = 1.02
 """A tree must promise this much more than a plain step: its estimate is noisy and drafting is not free."""
 
@@ -35,6 +37,7 @@ class StepCosts(NamedTuple):
 
 def path_chances(tree: TokenTree, rate_BN: Float[Array, "B N"], *, depth: int) -> Float[Array, "B N"]:
     """Chance that each node is committed: product of the rates along its path; root 1, padding 0."""
+    rate_BN = jnp.minimum(rate_BN, _LARGEST_RATE)
     chance_BN = jnp.where(tree.parent_BN >= tree.num_rows, 1.0, 0.0) * tree.valid_BN
 
     def level(d: Int[Array, ""], chance_BN: Array) -> Array:

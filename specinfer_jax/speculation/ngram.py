@@ -19,23 +19,24 @@ from specinfer_jax.speculation.speculator import Context, Draft, SpeculatorState
 from specinfer_jax.tree.merge import merge_trees
 from specinfer_jax.tree.token_tree import TokenTree
 
-# Acceptance of a node given its parent, by length of the matched context (1, 2, 3, ...), first node of its
-# continuation and later ones; measured on the default model's answers to training prompts (docs/log.md).
-_FIRST_NODE_PRIOR = (0.10, 0.30, 0.45, 0.55)
-_LATER_NODE_PRIOR = (0.45, 0.60, 0.70, 0.75)
-_RANK_DISCOUNT = 0.5
+# Acceptance of a node given its parent, for the first, the second and later nodes of a continuation; measured on greedy
+# answers of the default model to training prompts (docs/log.md). The longest and latest match first, by its length 1-6:
+_BEST_MATCH_PRIOR = (
+    (0.20, 0.53, 0.72), (0.51, 0.63, 0.76), (0.63, 0.70, 0.79),
+    (0.69, 0.76, 0.81), (0.75, 0.80, 0.83), (0.90, 0.91, 0.94),
+)  # fmt: skip
+# The continuations that differ from it; the match's length says little about them.
+_OTHER_MATCH_PRIOR = ((0.12, 0.30, 0.50), (0.06, 0.16, 0.35), (0.04, 0.12, 0.20))
 
 
 @dataclasses.dataclass(frozen=True)
 class NgramSpeculator:
-    """Continuations of up to `branches` earlier occurrences that differ, longest and latest match first."""
+    """Continuations of earlier occurrences that differ, longest and latest match first."""
 
-    max_match: int = 3
+    max_match: int = 6
     """Longest context suffix compared, in tokens."""
-    branches: int = 3
-    """Continuations proposed."""
-    depth: int = 5
-    """Tokens of each continuation."""
+    branch_depths: tuple[int, ...] = (15, 4, 4)
+    """Tokens of each continuation: the likeliest may go on for long."""
 
     @property
     def name(self) -> str:
@@ -45,19 +46,23 @@ class NgramSpeculator:
     @property
     def num_nodes(self) -> int:
         """Room for continuations that share nothing."""
-        return self.branches * self.depth
+        return sum(self.branch_depths)
+
+    @property
+    def depth(self) -> int:
+        """The longest continuation."""
+        return max(self.branch_depths)
 
     @property
     def num_kinds(self) -> int:
-        """(match length, branch, first or later node)."""
-        return self.max_match * self.branches * 2
+        """(match length, branch, first or second or later node)."""
+        return self.max_match * len(self.branch_depths) * 3
 
     def prior_rates(self) -> np.ndarray:
         """float32 `[num_kinds]`."""
-        match = np.minimum(np.arange(self.max_match), len(_FIRST_NODE_PRIOR) - 1)
-        first = np.array(_FIRST_NODE_PRIOR)[match][:, None] * _RANK_DISCOUNT ** np.arange(self.branches)[None]
-        later = np.broadcast_to(np.array(_LATER_NODE_PRIOR)[match][:, None], first.shape)
-        return np.stack([first, later], axis=-1).reshape(-1).astype(np.float32)
+        best = [_BEST_MATCH_PRIOR[min(m, len(_BEST_MATCH_PRIOR) - 1)] for m in range(self.max_match)]
+        others = [_OTHER_MATCH_PRIOR[min(r, len(_OTHER_MATCH_PRIOR) - 1)] for r in range(len(self.branch_depths) - 1)]
+        return np.array([[row, *others] for row in best], np.float32).reshape(-1)
 
     def static_tree(self) -> None:
         """Depends on the context; drafting is nearly free, so it is always done."""
@@ -85,10 +90,11 @@ class NgramSpeculator:
             match_S = match_S + equal_S
         match_S = jnp.where(end_S < committed - 1, match_S, 0)
 
-        following_DS = [jnp.roll(token_S, -1 - d) for d in range(self.depth)]
+        shared_depth = min(self.branch_depths)
+        following_DS = [jnp.roll(token_S, -1 - d) for d in range(shared_depth)]
         step_D = jnp.arange(self.depth)
         tokens, lengths = [], []
-        for _ in range(self.branches):
+        for _ in self.branch_depths:
             best = jnp.argmax(match_S * S + end_S * (match_S > 0)).astype(jnp.int32)
             # An occurrence that overlaps the end goes on with its own period.
             period = jnp.maximum(committed - 1 - best, 1)
@@ -101,34 +107,23 @@ class NgramSpeculator:
         return jnp.stack(tokens), jnp.stack(lengths)
 
     def _chains(self, root_token_B: Array, token_BRD: Array, match_BR: Array) -> tuple[TokenTree, Array]:
-        """Every continuation as a chain of its own under one root, rows in the order of `_row_order`."""
+        """Every continuation as a chain of its own under one root; those without an occurrence are left out."""
         B, N = root_token_B.shape[0], self.num_nodes + 1
-        branch_n, level_n, parent_n = self._row_order()
+        branch_n = np.repeat(np.arange(len(self.branch_depths)), self.branch_depths)
+        level_n = np.concatenate([np.arange(depth) for depth in self.branch_depths])
+        parent_n = np.where(level_n == 0, 0, np.arange(self.num_nodes)).astype(np.int32)
         matched_Bn = match_BR[:, branch_n] > 0
-        token_Bn = jnp.where(matched_Bn, token_BRD[:, branch_n, level_n], 0)
-        kind_Bn = (jnp.maximum(match_BR[:, branch_n] - 1, 0) * self.branches + branch_n[None]) * 2 + (level_n > 0)[None]
+        longest_Bn = jnp.maximum(match_BR[:, branch_n] - 1, 0)
+        kind_Bn = (longest_Bn * len(self.branch_depths) + branch_n[None]) * 3 + np.minimum(level_n, 2)[None]
 
-        def with_root(root_B: Array, rest_Bn: Array) -> Array:
-            return jnp.concatenate([root_B[:, None], rest_Bn], axis=1)
+        def with_root(root: Any, rest_Bn: Array) -> Array:
+            root_B1 = jnp.broadcast_to(jnp.asarray(root, rest_Bn.dtype).reshape(-1, 1), (B, 1))
+            return jnp.concatenate([root_B1, rest_Bn], axis=1)
 
-        none_B, true_B = jnp.zeros((B,), jnp.int32), jnp.ones((B,), bool)
         tree = TokenTree(
-            token_BN=with_root(root_token_B, token_Bn),
-            parent_BN=with_root(none_B + N, jnp.where(matched_Bn, parent_n[None], N)),
-            depth_BN=with_root(none_B, jnp.where(matched_Bn, level_n[None] + 1, 0)),
-            valid_BN=with_root(true_B, matched_Bn),
+            token_BN=with_root(root_token_B, jnp.where(matched_Bn, token_BRD[:, branch_n, level_n], 0)),
+            parent_BN=with_root(N, jnp.where(matched_Bn, parent_n[None], N)),
+            depth_BN=with_root(0, jnp.where(matched_Bn, level_n[None].astype(np.int32) + 1, 0)),
+            valid_BN=with_root(True, matched_Bn),
         )
-        # Branches without an occurrence leave gaps in this order; merging closes them.
-        return tree, with_root(none_B, kind_Bn.astype(jnp.int32))
-
-    def _row_order(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Branch, level and parent row of rows 1..num_nodes: likeliest first, so that a cut tree keeps the best."""
-        weight = {
-            (r, d): _RANK_DISCOUNT**r * _LATER_NODE_PRIOR[-1] ** d
-            for r in range(self.branches)
-            for d in range(self.depth)
-        }
-        order = sorted(weight, key=lambda key: -weight[key])
-        row = {key: n + 1 for n, key in enumerate(order)}
-        parents = [row[r, d - 1] if d else 0 for r, d in order]
-        return np.array([r for r, _ in order]), np.array([d for _, d in order]), np.array(parents, np.int32)
+        return tree, with_root(0, kind_Bn.astype(jnp.int32))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 33, 64, 128)
 """Numbers of rows that programs are compiled for; a step runs the smallest that holds its trees."""
@@ -68,16 +68,39 @@ def clip_depth(tree: TokenTree, max_depth_B: Int[Array, " B"]) -> tuple[TokenTre
     N = tree.num_rows
     keep_BN = tree.valid_BN & (tree.depth_BN <= jnp.maximum(max_depth_B, 0)[:, None])
     new_row_BN = jnp.where(keep_BN, jnp.cumsum(keep_BN, axis=1, dtype=jnp.int32) - 1, N)
+    return _move_rows(tree, new_row_BN)
+
+
+def order_by(tree: TokenTree, score_BN: Float[Array, "B N"]) -> tuple[TokenTree, Int[Array, "B N"]]:
+    """Rows from the highest to the lowest score, so that a cut tree keeps the best; padding stays behind.
+
+    A child may not score above its parent; the root must score highest.
+
+    Returns:
+      The reordered tree, and the old row of every new row (N in padding rows).
+    """
+    N = tree.num_rows
+    order_BN = jnp.argsort(jnp.where(tree.valid_BN, -score_BN, jnp.inf), axis=1, stable=True).astype(jnp.int32)
+    rank_BN = scatter_rows(jnp.zeros_like(order_BN), order_BN, _row_numbers(tree))
+    return _move_rows(tree, jnp.where(tree.valid_BN, rank_BN, N))
+
+
+def _row_numbers(tree: TokenTree) -> Int[Array, "B N"]:
+    return jnp.broadcast_to(jnp.arange(tree.num_rows, dtype=jnp.int32)[None], tree.token_BN.shape)
+
+
+def _move_rows(tree: TokenTree, new_row_BN: Int[Array, "B N"]) -> tuple[TokenTree, Int[Array, "B N"]]:
+    """Every row to its new place (N: dropped, together with all below it); also the old row of every new row."""
+    N = tree.num_rows
     parent_BN = jnp.take_along_axis(new_row_BN, tree.parent_BN, axis=1, mode="fill", fill_value=N)
     empty = root_only(tree.token_BN[:, 0], N)
-    clipped = TokenTree(
+    moved = TokenTree(
         token_BN=scatter_rows(empty.token_BN, new_row_BN, tree.token_BN),
         parent_BN=scatter_rows(empty.parent_BN, new_row_BN, parent_BN),
         depth_BN=scatter_rows(empty.depth_BN, new_row_BN, tree.depth_BN),
-        valid_BN=scatter_rows(empty.valid_BN, new_row_BN, keep_BN),
+        valid_BN=scatter_rows(empty.valid_BN, new_row_BN, tree.valid_BN),
     )
-    rows_BN = jnp.broadcast_to(jnp.arange(N, dtype=jnp.int32)[None], new_row_BN.shape)
-    return clipped, scatter_rows(jnp.full_like(rows_BN, N), new_row_BN, rows_BN)
+    return moved, scatter_rows(jnp.full_like(new_row_BN, N), new_row_BN, _row_numbers(tree))
 
 
 def scatter_rows(into_BN: Array, row_BR: Int[Array, "B R"], value_BR: Array) -> Array:
