@@ -41,11 +41,12 @@ class Linear(nn.Module):
     def __call__(self, x_DT: Float[Array, "D T"]) -> Float[Array, "F T"]:
         shape = (self.features, x_DT.shape[0])
         kernel = self.param("kernel", nn.initializers.lecun_normal(in_axis=1, out_axis=0), shape, x_DT.dtype)
-        y_FT = jnp.matmul(kernel, x_DT, precision=matmul_precision(x_DT.dtype))
-        if self.use_bias:
-            bias = self.param("bias", nn.initializers.zeros_init(), (self.features,), x_DT.dtype)
-            y_FT = y_FT + bias[:, None]
-        return y_FT
+        precision = matmul_precision(x_DT.dtype)
+        if not self.use_bias:
+            return jnp.matmul(kernel, x_DT, precision=precision)
+        bias = self.param("bias", nn.initializers.zeros_init(), (self.features,), x_DT.dtype)
+        y_FT = jnp.matmul(kernel, x_DT, precision=precision, preferred_element_type=jnp.float32)
+        return (y_FT + bias.astype(jnp.float32)[:, None]).astype(x_DT.dtype)
 
 
 class Norm(nn.Module):
@@ -78,7 +79,11 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x_DT: Float[Array, "D T"]) -> Float[Array, "D T"]:
         config = self.config
-        activation = _ACTIVATIONS[config.activation]
+        dtype = x_DT.dtype
+
+        def activation(x_FT: Array) -> Array:
+            return _ACTIVATIONS[config.activation](x_FT.astype(jnp.float32)).astype(dtype)
+
         up_FT = Linear(config.mlp_width, config.mlp_bias, name="up")(x_DT)
         if config.gated_mlp:
             gate_FT = Linear(config.mlp_width, config.mlp_bias, name="gate")(x_DT)
@@ -103,9 +108,11 @@ def rope_inverse_frequencies(
     Returns:
       float32 `[1, K/2]` (`[T, K/2]` for dynamic), and the attention factor (1 except for yarn).
     """
-    half = head_size // 2
-    exponent = np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)
-    plain = (1.0 / np.float32(rope.theta) ** exponent).astype(np.float32)[None]
+    exponent = (np.arange(0, head_size, 2, dtype=np.float32) / np.float32(head_size)).astype(np.float64)[None]
+    # A power in float64 rounds correctly; numpy's own float32 power misses the last bit of every sixth frequency, which
+    # at position 20,000 is 1e-3 of the angle.
+    wavelength = (rope.theta**exponent).astype(np.float32)
+    plain = 1.0 / wavelength
     match rope.rope_type:
         case "default":
             return jnp.asarray(plain), 1.0
@@ -114,15 +121,27 @@ def rope_inverse_frequencies(
         case "llama3":
             return jnp.asarray(_llama3_frequencies(rope, plain)), 1.0
         case "yarn":
-            return jnp.asarray(_yarn_frequencies(rope, plain, head_size)), _yarn_attention_factor(rope)
+            return jnp.asarray(_yarn_frequencies(rope, wavelength, head_size)), _yarn_attention_factor(rope)
         case "dynamic":
             if length is None:
                 raise ValueError("dynamic rope scaling needs the context length of every token")
-            original = rope.original_max_position
-            longest_T1 = jnp.maximum(length, original).astype(jnp.float32)[:, None]
-            stretch_T1 = rope.factor * longest_T1 / original - (rope.factor - 1.0)
-            base_T1 = rope.theta * stretch_T1 ** (head_size / (head_size - 2))
-            return 1.0 / base_T1 ** jnp.asarray(exponent)[None, :half], 1.0
+            return _dynamic_frequencies(rope, length, head_size, exponent), 1.0
+
+
+def _dynamic_frequencies(
+    rope: RopeConfig, length: Int[Array, " T"], head_size: int, exponent: np.ndarray
+) -> Float[Array, "T half"]:
+    """Powers of a base that grows with the context; in float64 for the last bit, rounded wherever HF's float32 is."""
+
+    def rounded(x: Array) -> Array:
+        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
+
+    with jax.enable_x64(True):
+        longest_T1 = jnp.maximum(length, rope.original_max_position).astype(jnp.float64)[:, None]
+        ratio_T1 = rounded(rounded(rope.factor * longest_T1) / rope.original_max_position)
+        stretch_T1 = rounded(rounded(ratio_T1 - (rope.factor - 1.0)) ** (head_size / (head_size - 2)))
+        base_T1 = rounded(rope.theta * stretch_T1)
+        return (1.0 / rounded(base_T1 ** jnp.asarray(exponent))).astype(jnp.float32)
 
 
 def _llama3_frequencies(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
@@ -136,7 +155,7 @@ def _llama3_frequencies(rope: RopeConfig, plain: np.ndarray) -> np.ndarray:
     return np.where(medium, blended, scaled).astype(np.float32)
 
 
-def _yarn_frequencies(rope: RopeConfig, plain: np.ndarray, head_size: int) -> np.ndarray:
+def _yarn_frequencies(rope: RopeConfig, wavelength: np.ndarray, head_size: int) -> np.ndarray:
     """Interpolated where a dimension turns seldom, extrapolated where often, a ramp between (YaRN, section 3.2)."""
 
     def dimension_of(rotations: float) -> float:
@@ -149,8 +168,8 @@ def _yarn_frequencies(rope: RopeConfig, plain: np.ndarray, head_size: int) -> np
     low, high = max(low, 0), min(high, head_size - 1)
     if low == high:
         high += 0.001
-    ramp = np.clip((np.arange(head_size // 2, dtype=np.float32) - low) / (high - low), 0, 1)[None]
-    return (plain / rope.factor * ramp + plain * (1 - ramp)).astype(np.float32)
+    kept = 1 - np.clip((np.arange(head_size // 2, dtype=np.float32) - low) / (high - low), 0, 1)[None]
+    return (1 / (rope.factor * wavelength) * (1 - kept) + 1 / wavelength * kept).astype(np.float32)
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:

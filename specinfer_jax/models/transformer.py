@@ -99,9 +99,12 @@ class Head(nn.Module):
         if not config.tied_head:
             shape = (config.vocab_size, x_DT.shape[0])
             embedding_VE = self.param("kernel", nn.initializers.normal(0.02), shape, x_DT.dtype)
-        return jnp.matmul(
+        logits_VT = jnp.matmul(
             embedding_VE, x_DT, precision=matmul_precision(x_DT.dtype), preferred_element_type=jnp.float32
         )
+        # The barrier keeps a caller's transpose out of the product: XLA's CPU backend runs no transposed one from
+        # bfloat16 to float32.
+        return jax.lax.optimization_barrier(logits_VT) if x_DT.dtype != jnp.float32 else logits_VT
 
 
 def layer_params(params: Params, layer: int) -> Params:
