@@ -134,7 +134,7 @@ def _dynamic_frequencies(
     """Powers of a base that grows with the context; in float64 for the last bit, rounded wherever HF's float32 is."""
 
     def rounded(x: Array) -> Array:
-        return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=23)
+        return x.astype(jnp.float32).astype(jnp.float64)
 
     with jax.enable_x64(True):
         longest_T1 = jnp.maximum(length, rope.original_max_position).astype(jnp.float64)[:, None]
