@@ -386,14 +386,27 @@ def test_a_refused_config_names_the_file(tmp_path: Path) -> None:
         load_model(tmp_path, dtype="float32")
 
 
-def test_loaded_arrays_outlive_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("padding", range(0, 64, 8))
+def test_loaded_arrays_are_copies_of_the_file(tmp_path: Path, padding: int) -> None:
+    # The padding moves the data to every alignment that a file can give it; well-aligned memory is what jax would keep.
     tensors = write_hf_folder(tmp_path, llama_config(), 8)
+    file = tmp_path / "model.safetensors"
+    content = file.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    file.write_bytes(
+        struct.pack("<Q", length + padding) + content[8 : 8 + length] + b" " * padding + content[8 + length :]
+    )
     params = load_model(tmp_path, dtype="float32").params
-    with (tmp_path / "model.safetensors").open("r+b") as file:
-        file.write(b"\0" * file.seek(0, os.SEEK_END))
-        file.seek(0)
-        file.write(b"\0" * (tmp_path / "model.safetensors").stat().st_size)
+    with file.open("r+b") as opened:
+        opened.write(b"\0" * file.stat().st_size)
     assert_holds(params, tensors)
+
+
+def test_loaded_arrays_can_be_donated(tmp_path: Path) -> None:  # jax warns about those that cannot
+    write_hf_folder(tmp_path, llama_config(), 8)
+    params = load_model(tmp_path, dtype="float32").params
+    jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)(params)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(params))
 
 
 def test_importing_touches_no_device() -> None:

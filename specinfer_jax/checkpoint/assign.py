@@ -124,9 +124,10 @@ def _to_device(tensor: StoredTensor, dtype: np.dtype) -> jax.Array:
         if dtype.itemsize < values.dtype.itemsize or dtype == jnp.float16:
             _check_overflow(tensor, values, cast)
         values = cast
-    # A copy even where the dtype fits: the values may be a view of a file that somebody could overwrite. Waiting keeps
-    # one tensor at a time in host memory.
-    return jax.device_put(values, may_alias=False).block_until_ready()
+    # jnp.array, since jax.device_put keeps well-aligned numpy memory as it is (even with may_alias=False): the values
+    # may be a view of a file that somebody could overwrite, and such arrays cannot be donated. Waiting keeps one tensor
+    # at a time in host memory.
+    return jnp.array(values, copy=True).block_until_ready()
 
 
 def _check_overflow(tensor: StoredTensor, values: np.ndarray, cast: np.ndarray) -> None:
