@@ -159,8 +159,12 @@ class LLMConfig:
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
 
 
-def load_config(path: str | Path) -> LLMConfig:
+def load_config(path: str | Path, *, base: LLMConfig = LLMConfig()) -> LLMConfig:
     """Read an `LLMConfig` from a TOML file.
+
+    Args:
+      path: the file.
+      base: what holds for every key that the file does not set; so several files can be laid over each other.
 
     Raises:
       ConfigError: the file is missing or no TOML, or a key is unknown (the message lists the known ones).
@@ -171,23 +175,23 @@ def load_config(path: str | Path) -> LLMConfig:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not a TOML file: {error}") from error
-    return _from_table(LLMConfig, values, str(path), "")
+    return _from_table(base, values, str(path), "")
 
 
-def _from_table(cls: type, values: dict[str, Any], path: str, prefix: str) -> Any:
-    """A dataclass from a TOML table; nested tables become nested dataclasses."""
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+def _from_table(base: Any, values: dict[str, Any], path: str, prefix: str) -> Any:
+    """The dataclass with what a TOML table sets; nested tables change nested dataclasses."""
+    fields = [field.name for field in dataclasses.fields(base)]
     arguments = {}
     for key, value in values.items():
         if key not in fields:
             raise ConfigError(f"{path}: unknown key {prefix + key!r}; known are {', '.join(fields)}")
-        default = fields[key].default
-        if dataclasses.is_dataclass(default):
+        inner = getattr(base, key)
+        if dataclasses.is_dataclass(inner):
             if not isinstance(value, dict):
                 raise ConfigError(f"{path}: {prefix + key} must be a table, got {value!r}")
-            value = _from_table(type(default), value, path, f"{prefix}{key}.")
+            value = _from_table(inner, value, path, f"{prefix}{key}.")
         arguments[key] = value
     try:
-        return cls(**arguments)
+        return dataclasses.replace(base, **arguments)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error

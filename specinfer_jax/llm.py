@@ -153,8 +153,7 @@ class LLM:
         return CompletionOutput(0, text, ids, reason, ids[-1] if asked else None)
 
     def _request(self, ids: list[int], params: SamplingParams) -> EngineRequest:
-        own = () if params.ignore_eos else (*self.model.config.eos_token_ids, *self.tokenizer.eos_token_ids)
-        return EngineRequest(ids, params.max_tokens, frozenset((*own, *params.stop_token_ids)))
+        return EngineRequest(ids, params.max_tokens, self.model.stop_ids(params))
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]] | PromptError:
         """(text, ids), or the reason why the prompt is refused."""

@@ -5,6 +5,7 @@ ids = tokenizer.encode("two  spaces")
 assert tokenizer.decode(ids) == "two  spaces"
 """
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,6 +59,22 @@ class Tokenizer:
         Raises `TokenizerError` if the file's way to cut text is not one that can be rebuilt exactly.
         """
         return cls(gguf_tokenizer(metadata))
+
+    def save_files(self) -> dict[str, bytes]:
+        """File name -> content of a folder from which `from_hf_folder` makes this tokenizer again.
+
+        The template and all ids that end an answer are among them.
+        """
+        added = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        # A role of an ordinary token is left out: reading it back would make that token special.
+        settings: dict[str, object] = {role: token for role, token in self._named.items() if token in added}
+        if self.chat_template is not None:
+            settings["chat_template"] = self.chat_template
+        files: dict[str, object] = {"tokenizer_config.json": settings}
+        if self.eos_token_ids:
+            files["generation_config.json"] = {"eos_token_id": sorted(self.eos_token_ids)}
+        encoded = {name: json.dumps(content, ensure_ascii=False, indent=2).encode() for name, content in files.items()}
+        return {"tokenizer.json": self.backend.to_str(pretty=False).encode(), **encoded}
 
     @property
     def bos_token_id(self) -> int | None:

@@ -1,0 +1,5 @@
+"""`python -m specinfer_jax.cli`."""
+
+from specinfer_jax.cli import main
+
+main()

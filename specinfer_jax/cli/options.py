@@ -1,0 +1,123 @@
+"""Options that commands share, and how they and `--config` files become one `LLMConfig`. Free of jax."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from specinfer_jax.config import DEFAULT_MODEL, DEFAULT_TREE, LLMConfig, SamplingParams, load_config
+
+_MODEL, _SPECULATION, _SAMPLING = "Model", "Speculation", "Sampling"
+
+ConfigFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--config", "-c", metavar="FILE.toml", help="Settings; options override it, later files earlier."),
+]
+DTypeName = Annotated[
+    str | None,
+    typer.Option(metavar="DTYPE", help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL),
+]
+
+
+def read_configs(files: list[Path] | None, base: LLMConfig) -> LLMConfig:
+    """`base` with every file laid over it, one after the other."""
+    for file in files or []:
+        base = load_config(file, base=base)
+    return base
+
+
+def changed(settings: Any, **values: Any) -> Any:
+    """A frozen dataclass with the values that were given; None leaves a field alone."""
+    return dataclasses.replace(settings, **{name: value for name, value in values.items() if value is not None})
+
+
+def _llm_config(
+    base: LLMConfig,
+    config_files: ConfigFiles = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", metavar="MODEL", rich_help_panel=_MODEL,
+            help=f"Known name, folder, .gguf file or hub id. [default: {DEFAULT_MODEL}]",
+        ),
+    ] = None,
+    dtype: DTypeName = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Most tokens of one request, prompt included.", rich_help_panel=_MODEL),
+    ] = None,
+    max_num_seqs: Annotated[
+        int | None, typer.Option(metavar="N", help="Requests decoded side by side.", rich_help_panel=_MODEL)
+    ] = None,
+    ssm: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="MODEL", rich_help_panel=_SPECULATION,
+            help="Small model that proposes trees; give it again for several.",
+        ),
+    ] = None,
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K1,K2,...", rich_help_panel=_SPECULATION,
+            help=f"Children per node at each level of an SSM's tree. [default: {DEFAULT_TREE}]",
+        ),
+    ] = None,
+    ngram: Annotated[
+        bool | None,
+        typer.Option(
+            "--ngram/--no-ngram", rich_help_panel=_SPECULATION, show_default=False,
+            help="Propose what followed earlier occurrences of the last tokens. [default: if there is no SSM]",
+        ),
+    ] = None,
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="Incremental decoding.", rich_help_panel=_SPECULATION)
+    ] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option("--max-tokens", "-n", metavar="N", help="Most new tokens.", rich_help_panel=_SAMPLING)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(metavar="T", help="0 (greedy) is all there is yet.", rich_help_panel=_SAMPLING)
+    ] = None,
+) -> LLMConfig:  # fmt: skip
+    config = read_configs(config_files, base)
+    speculation = changed(
+        config.speculation, ssms=tuple(ssm) if ssm else None, tree=tree, ngram=ngram,
+        enabled=False if no_speculation else None,
+    )  # fmt: skip
+    sampling = changed(config.sampling, max_tokens=max_tokens, temperature=temperature)
+    return changed(
+        config, model=model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        speculation=speculation, sampling=sampling,
+    )  # fmt: skip
+
+
+def with_llm_options(*, max_tokens: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options above; it gets them as one argument, `config: LLMConfig`.
+
+    Args:
+      max_tokens: the command's own default.
+    """
+    base = LLMConfig(sampling=SamplingParams(max_tokens=max_tokens))
+    signature = inspect.signature(_llm_config)
+    shared = [parameter for name, parameter in signature.parameters.items() if name != "base"]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own = [p for name, p in inspect.signature(command).parameters.items() if name != "config"]
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            options = {parameter.name: values.pop(parameter.name) for parameter in shared}
+            command(**values, config=_llm_config(base, **options))
+
+        # Typer reads the options off the signature.
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *shared)]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
