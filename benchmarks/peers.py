@@ -25,14 +25,8 @@ from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.checkpoint.resolve import resolve
 from specinfer_jax.config import DEFAULT_MODEL, Speculation
 from specinfer_jax.errors import ConfigError, SpecInferError
+from specinfer_jax.prompts import DEFAULT_PROMPTS, read_prompts
 from specinfer_jax.tokenizer import Tokenizer
-
-PROMPTS = (
-    "Name three rivers in Europe and say one sentence about each.",
-    "Write a Python function that returns the n-th Fibonacci number, and explain how it works.",
-    "Rewrite this sentence in the passive voice: The committee approved the new budget on Monday.",
-)
-"""Used where no file of prompts is given."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,14 +135,6 @@ def encode_prompts(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[in
     return [tokenizer.encode_chat([{"role": "user", "content": prompt}]) for prompt in prompts]
 
 
-def read_prompts(path: Path | None, count: int) -> list[str]:
-    """The first `count` prompts of a JSONL file whose lines have a "prompt"; without a file the built-in ones."""
-    if path is None:
-        return list(PROMPTS[:count])
-    with path.open(encoding="utf-8") as lines:
-        return [json.loads(line)["prompt"] for _, line in zip(range(count), lines, strict=False)]
-
-
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description="Speed against other systems.")
@@ -181,7 +167,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     path = resolve(options.model)
     # Loaded once: the project's own entries share the weights.
     model = open_model(path, dtype=jnp.dtype(jnp.float32))
-    prompts = encode_prompts(model.tokenizer, read_prompts(options.prompts, options.num_prompts))
+    entries = read_prompts(options.prompts, limit=options.num_prompts) if options.prompts else DEFAULT_PROMPTS
+    prompts = encode_prompts(model.tokenizer, [entry.prompt for entry in entries[: options.num_prompts]])
     longest = max(len(ids) for ids in prompts) + options.max_tokens
     if longest > options.max_model_len:
         raise ConfigError(f"the longest prompt and its answer take {longest} tokens; raise --max-model-len")
