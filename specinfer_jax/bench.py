@@ -195,7 +195,7 @@ def _contenders(
         if isinstance(speculator, SsmSpeculator):
             chain = dataclasses.replace(speculator, expansion=Expansion((1,) * speculator.depth))
         elif isinstance(speculator, NgramSpeculator):
-            chain = dataclasses.replace(speculator, branches=1)
+            chain = dataclasses.replace(speculator, branch_depths=speculator.branch_depths[:1])
         else:
             raise ConfigError(f"the benchmark knows no chain of a {type(speculator).__name__}")
         engine = Engine(

@@ -2,7 +2,7 @@
 
 What became of a node is told by a sign and a line style, and by colour besides:
 
-    ■ the last committed token    ✔ proposed, accepted    ○ proposed, not accepted    ★ the LLM's bonus token
+    ■ last committed    ✔ accepted    ○ proposed only    ★ bonus token of the LLM
 """
 
 import dataclasses
@@ -19,8 +19,7 @@ from specinfer_jax.trace import TracedStep
 
 _SIGNS = {"root": "■", "accepted": "✔", "proposed": "○", "bonus": "★"}
 _MEANINGS = {
-    "root": "last committed token", "accepted": "proposed and accepted", "proposed": "proposed, not accepted",
-    "bonus": "bonus token of the LLM",
+    "root": "last committed", "accepted": "accepted", "proposed": "proposed only", "bonus": "bonus token of the LLM",
 }  # fmt: skip
 _STYLES = {"root": "bold", "accepted": "bold green", "proposed": "dim", "bonus": "bold underline magenta"}
 _VISIBLE = {" ": "␣", "\n": "⏎", "\t": "⇥", "\r": "␍"}
@@ -88,16 +87,36 @@ def legend() -> Text:
 
 
 def to_terminal(step: DrawnStep) -> Tree:
-    """A step for `rich.print`, its title above it."""
-    top = Tree(Text(step.title, style="bold"), hide_root=False, guide_style="dim")
-    branches: list[Tree] = []
-    for node in step.nodes:
-        line = Text(f"{_SIGNS[node.state]} {node.label}", style=_STYLES[node.state])
-        if node.note:
-            line.append(f"  {node.note}", style="dim not bold italic")
-        above = top if node.parent is None else branches[node.parent]
-        branches.append(above.add(line, guide_style="bold green" if node.state == "accepted" else "dim"))
+    """A step for `rich.print`, its title above it; a run of nodes without branches stands on one line."""
+    children = _children(step)
+    top = Tree(Text(step.title, style="bold"), guide_style="dim")
+    waiting = [(top, 0)]
+    while waiting:
+        above, i = waiting.pop()
+        line = _terminal_node(step.nodes[i])
+        while len(children[i]) == 1:
+            i = children[i][0]
+            line.append(" ─ ", style="dim").append_text(_terminal_node(step.nodes[i]))
+        branch = above.add(line)
+        waiting += [(branch, child) for child in reversed(children[i])]
     return top
+
+
+def _terminal_node(node: DrawnNode) -> Text:
+    text = Text()
+    text.append(f"{_SIGNS[node.state]} {node.label}", style=_STYLES[node.state])
+    if node.note:
+        text.append(f" {node.note}", style="dim italic")
+    return text
+
+
+def _children(step: DrawnStep) -> list[list[int]]:
+    """The children of every node, in order."""
+    children: list[list[int]] = [[] for _ in step.nodes]
+    for i, node in enumerate(step.nodes):
+        if node.parent is not None:
+            children[node.parent].append(i)
+    return children
 
 
 class _Place(NamedTuple):
@@ -149,12 +168,9 @@ def _caption(node: DrawnNode) -> str:
 
 def _layout(step: DrawnStep, top: float) -> tuple[list[_Place], float]:
     """Every node's place and the height of all: leaves on lines of their own, parents level with their first child."""
-    children: list[list[int]] = [[] for _ in step.nodes]
-    depth = [0] * len(step.nodes)
+    children, depth = _children(step), [0] * len(step.nodes)
     for i, node in enumerate(step.nodes):
-        if node.parent is not None:
-            children[node.parent].append(i)
-            depth[i] = depth[node.parent] + 1
+        depth[i] = 0 if node.parent is None else depth[node.parent] + 1
     widths = [_text_width(_caption(node)) + 18 for node in step.nodes]
     columns = [max(w for w, d in zip(widths, depth, strict=True) if d == level) for level in range(max(depth) + 1)]
     line, lines, stack = [0] * len(step.nodes), 0, [0]
@@ -171,19 +187,23 @@ def _layout(step: DrawnStep, top: float) -> tuple[list[_Place], float]:
 
 
 def _svg_edges(step: DrawnStep, places: Sequence[_Place]) -> list[str]:
-    edges = []
+    """Lines to the parents, proposed ones first: the others go over them."""
+    below, above = [], []
     for node, place in zip(step.nodes, places, strict=True):
         if node.parent is None:
             continue
         parent = places[node.parent]
         x0, y0, x1, y1 = parent.x + parent.width, parent.y + _BOX / 2, place.x, place.y + _BOX / 2
         bend = x1 - _GAP / 2
-        path = f"M{x0:.1f} {y0:.1f} H{bend - 8:.1f} Q{bend:.1f} {y0:.1f} {bend:.1f} {y0 + 8:.1f}"
-        path += f" V{y1 - 8:.1f} Q{bend:.1f} {y1:.1f} {bend + 8:.1f} {y1:.1f} H{x1:.1f}"
         if y0 == y1:
             path = f"M{x0:.1f} {y0:.1f} H{x1:.1f}"
-        edges.append(f'<path d="{path}" fill="none" stroke="{_INK[node.state]}" {_EDGE[node.state]}/>')
-    return edges
+        else:
+            # The first sibling's line runs along the parent's height already.
+            start = f"M{bend:.1f} {y0:.1f}" if node.state == "proposed" else f"M{x0:.1f} {y0:.1f} H{bend:.1f}"
+            path = f"{start} V{y1 - 8:.1f} Q{bend:.1f} {y1:.1f} {bend + 8:.1f} {y1:.1f} H{x1:.1f}"
+        line = f'<path d="{path}" fill="none" stroke="{_INK[node.state]}" {_EDGE[node.state]}/>'
+        (below if node.state == "proposed" else above).append(line)
+    return [*below, *above]
 
 
 def _svg_nodes(step: DrawnStep, places: Sequence[_Place]) -> list[str]:

@@ -3,6 +3,7 @@
 Commands import jax when they run, so that `specinfer --help` is quick.
 """
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -17,6 +18,9 @@ from specinfer_jax.cli.models import convert, info, pull
 from specinfer_jax.cli.tree import tree
 from specinfer_jax.errors import SpecInferError
 
+_INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended, as shells have it."""
+
 
 class _Group(TyperGroup):
     """Turns what a user did wrong into one sentence and exit code 2, and Ctrl-C into 130."""
@@ -29,7 +33,7 @@ class _Group(TyperGroup):
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             print(file=sys.stderr)
-            raise typer.Exit(130) from None
+            raise typer.Exit(_INTERRUPTED) from None
 
 
 app = typer.Typer(
@@ -65,4 +69,12 @@ def _options(
 
 def main() -> None:
     """Entry point of the `specinfer` program."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code != _INTERRUPTED:
+            raise
+        # What was interrupted may still be compiling in a thread of its own, which an orderly exit would wait for.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_INTERRUPTED)

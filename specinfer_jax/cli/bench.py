@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from specinfer_jax.cli.options import with_llm_options
-from specinfer_jax.cli.screen import check_output, number, open_model, write_output
+from specinfer_jax.cli.screen import check_output, interruptible, number, open_model, write_output
 from specinfer_jax.config import LLMConfig
 from specinfer_jax.prompts import DEFAULT_PROMPTS, read_prompts
 
@@ -57,12 +57,15 @@ def bench(
     from specinfer_jax.bench import run_bench
 
     with _progress() as on_progress:
-        result = run_bench(
-            model, prompts, speculation=config.speculation, max_tokens=config.sampling.max_tokens, repeats=repeats,
-            chat=chat, by_category=by_category, dtype=config.dtype, max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs, on_progress=on_progress,
+        result = interruptible(
+            lambda: run_bench(
+                model, prompts, speculation=config.speculation, max_tokens=config.sampling.max_tokens, repeats=repeats,
+                chat=chat, by_category=by_category, dtype=config.dtype, max_model_len=config.max_model_len,
+                max_num_seqs=config.max_num_seqs, on_progress=on_progress,
+            )
         )  # fmt: skip
     console = Console(highlight=False)
+    console.print(_headline(result), soft_wrap=True)
     console.print(_table(result))
     console.print(_verdict(result), soft_wrap=True)
     if out is not None:
@@ -84,18 +87,23 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
         yield on_progress
 
 
-def _table(result: "BenchResult") -> Table:
+def _headline(result: "BenchResult") -> str:
     settings = result.settings
-    title = (
-        f"{settings['model']} · {settings['device']} · {settings['prompts']} prompts, up to {settings['max_tokens']} "
-        f"tokens each · {settings['repeats']} repeats"
+    chain, trees = (", ".join(row.speculators) for row in result.rows[1:3])
+    return (
+        f"{settings['model']} on {settings['device']}: {settings['prompts']} prompts, up to {settings['max_tokens']} "
+        f"tokens each, medians of {settings['repeats']} repeats; sequences by {chain}, trees by {trees}"
     )
-    table = Table(box=box.SIMPLE_HEAD, title=title, title_style="", title_justify="left")
+
+
+def _table(result: "BenchResult") -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
     by_category = any(row.category is not None for row in result.rows)
-    for heading in (["prompts"] if by_category else []) + ["mode", "speculators"]:
-        table.add_column(heading)
-    for heading in ("tokens/step", "tokens/s", "speed-up (range)", "kept at 1, 2, 3, ...", "equal ids"):
-        table.add_column(heading, justify="right")
+    if by_category:
+        table.add_column("prompts", overflow="fold")
+    table.add_column("mode", no_wrap=True)
+    for heading in ("tok/step", "tok/s", "speed-up", "range", "equal ids"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in result.rows:
         category = [row.category or "all"] if by_category else []
         table.add_row(*category, *_cells(row), end_section=row.mode == "tree")
@@ -103,15 +111,13 @@ def _table(result: "BenchResult") -> Table:
 
 
 def _cells(row: "BenchRow") -> list[str]:
-    kept = [f"{share:.0%}" for share in row.acceptance_by_position[:4] if share is not None]
     is_baseline = row.mode == "incremental"
     return [
         row.mode,
-        ", ".join(row.speculators) or "-",
         number(row.tokens_per_step),
         number(row.tokens_per_second, 1),
-        "1" if is_baseline else f"{row.speedup:.2f} ({row.speedup_min:.2f}-{row.speedup_max:.2f})",
-        " ".join(kept) or "-",
+        number(row.speedup),
+        "-" if is_baseline else f"{row.speedup_min:.2f}-{row.speedup_max:.2f}",
         f"{row.equal_ids}/{row.prompts}",
     ]
 

@@ -42,11 +42,13 @@ def generate(
     if not texts:
         raise PromptError("nothing to continue: give a PROMPT, or --prompts FILE.jsonl")
     llm = open_llm(config)
-    with busy("decoding"):
+
+    def decode() -> "list[RequestOutput]":
         if chat:
-            outputs = llm.chat([[{"role": "user", "content": text}] for text in texts], config.sampling)
-        else:
-            outputs = llm.generate(texts, config.sampling)
+            return llm.chat([[{"role": "user", "content": text}] for text in texts], config.sampling)
+        return llm.generate(texts, config.sampling)
+
+    outputs = busy("decoding", decode)
     for i, output in enumerate(outputs):
         if as_json:
             print(json.dumps(_as_dict(texts[i], output), ensure_ascii=False))

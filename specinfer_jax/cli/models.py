@@ -44,8 +44,7 @@ def info(model: Name = None, config_files: ConfigFiles = None, dtype: DTypeName 
     """
     settings = changed(read_configs(config_files, LLMConfig()), model=model, dtype=dtype)
     path = resolve(settings.model)
-    with busy(f"reading {path.name}"):
-        rows = _info_rows(settings.model, path, settings.dtype)
+    rows = busy(f"reading {path.name}", lambda: _info_rows(settings.model, path, settings.dtype))
     table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -67,10 +66,10 @@ def convert(
     if out.exists() and (not out.is_dir() or any(out.iterdir())):  # before the model is loaded
         raise CheckpointError(f"{out} exists already; name a new folder")
     loaded = open_model(changed(read_configs(config_files, LLMConfig()), model=model, dtype=dtype))
-    with busy(f"writing {out}"):
-        from specinfer_jax.checkpoint.orbax_io import save
+    from specinfer_jax.checkpoint.orbax_io import save
 
-        save(out, loaded.params, loaded.config, tokenizer_files=loaded.tokenizer.save_files())
+    # In this thread: an interrupted save removes what it wrote.
+    save(out, loaded.params, loaded.config, tokenizer_files=loaded.tokenizer.save_files())
     print(f"wrote {out} ({_bytes(_size_on_disk(out))})")
 
 

@@ -1,10 +1,11 @@
 """What commands show besides their results: what they are busy with, and figures, on stderr. Free of jax."""
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -21,39 +22,63 @@ if TYPE_CHECKING:
     from specinfer_jax.llm import LLM
 
 
-@contextlib.contextmanager
-def busy(message: str) -> Iterator[None]:
-    """A spinner with a message while the block runs; nothing where stderr is no terminal."""
+Result = TypeVar("Result")
+
+
+def busy(message: str, work: Callable[[], Result]) -> Result:
+    """Do some work under a spinner with a message; no spinner where stderr is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield
-        return
+        return interruptible(work)
     with console.status(message):
-        yield
+        return interruptible(work)
+
+
+def interruptible(work: Callable[[], Result]) -> Result:
+    """Do some work in a thread of its own, so that Ctrl-C ends the wait at once.
+
+    In the main thread Python would hear of it only when the compiler or a compiled program is done.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result()
 
 
 def open_model(config: LLMConfig) -> "Model":
     """Fetch what is not on this machine, then load the LLM."""
     for name in (config.model, *(config.speculation.ssms if config.speculation.enabled else ())):
         resolve(name)  # shows a progress bar of its own if it has to download
-    with busy(f"loading {config.model}"):
+
+    def load() -> "Model":
         from specinfer_jax.assemble import choose_dtype, open_model
         from specinfer_jax.compile_cache import enable_compile_cache
 
         enable_compile_cache()
         return open_model(config.model, dtype=choose_dtype(config.dtype))
 
+    return busy(f"loading {config.model}", load)
+
 
 def open_llm(config: LLMConfig) -> "LLM":
     """Load, compile and measure what the settings ask for."""
     model = open_model(config)
-    with busy("compiling"):
+
+    def build() -> "LLM":
         from specinfer_jax.llm import LLM
 
         return LLM(
             model, speculation=config.speculation, dtype=config.dtype, max_model_len=config.max_model_len,
             max_num_seqs=config.max_num_seqs,
         )  # fmt: skip
+
+    return busy("compiling", build)
 
 
 def figures(stats: RequestStats) -> str:

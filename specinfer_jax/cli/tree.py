@@ -30,17 +30,19 @@ def tree(
     text = sys.stdin.read() if prompt == "-" else prompt
     tokenizer = model.tokenizer
     ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
-    with busy("compiling"):
-        from specinfer_jax.assemble import choose_dtype
-        from specinfer_jax.trace import trace_steps
-        from specinfer_jax.visualize import draw_step, legend, to_svg, to_terminal
+    from specinfer_jax.assemble import choose_dtype
+    from specinfer_jax.trace import TracedStep, trace_steps
+    from specinfer_jax.visualize import draw_step, legend, to_svg, to_terminal
 
-        traced = list(
+    def decode() -> list[TracedStep]:
+        return list(
             trace_steps(
                 model, ids, speculation=config.speculation, num_steps=steps, dtype=choose_dtype(config.dtype),
                 max_model_len=config.max_model_len,
             )
         )  # fmt: skip
+
+    traced = busy("compiling", decode)
     drawn = [draw_step(number, step, tokenizer.token_bytes) for number, step in enumerate(traced, 1)]
     console = Console(highlight=False)
     console.print(legend())
