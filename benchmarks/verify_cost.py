@@ -38,6 +38,7 @@ from specinfer_jax.tree.token_tree import TokenTree
 CHAINS = 3
 """Chains side by side under the root, as in the n-gram speculator's tree."""
 PREFILL_CHUNK = 128
+_ADMIT = jax.jit(admit, static_argnames="program", donate_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +148,7 @@ class VerifyCost:
         if program.num_rows not in self._empty:  # kept on the host and without a cache: a burst donates its state
             self._empty[program.num_rows] = jax.device_get(self._new_state(program)._replace(cache=()))
         state = jax.tree.map(jnp.asarray, self._empty[program.num_rows])._replace(cache=cache)
-        state = admit(
+        state = _ADMIT(
             state, jnp.int32(0), jnp.asarray(self._token_S), jnp.int32(context + 1), jnp.int32(self._max_model_len),
             jnp.zeros((self._config.vocab_size,), bool), program=program,
         )  # fmt: skip
@@ -161,13 +162,14 @@ def tree_shape(nodes: int) -> tuple[np.ndarray, np.ndarray]:
     return parent_N, -(-row_N // CHAINS)
 
 
+@functools.cache  # the same program every time: it is a static argument, and a new one would be compiled again
 def tree_program(config: ModelConfig, nodes: int) -> StepProgram:
     """A step whose every pass verifies exactly `nodes` rows."""
     if nodes == 1:
         return StepProgram(config)
     parent_N, depth_N = tree_shape(nodes)
 
-    def script(context: Context) -> TokenTree:
+    def script(params: Any, context: Context) -> TokenTree:
         root_B1 = context.root_token_B[:, None]
         shape = (root_B1.shape[0], nodes)
         return TokenTree(
