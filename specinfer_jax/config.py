@@ -190,7 +190,7 @@ def _from_table(base: Any, values: dict[str, Any], path: str, prefix: str) -> An
             if not isinstance(value, dict):
                 raise ConfigError(f"{path}: {prefix + key} must be a table, got {value!r}")
             value = _from_table(inner, value, path, f"{prefix}{key}.")
-        arguments[key] = value
+        arguments[key] = tuple(value) if isinstance(value, list) else value
     try:
         return dataclasses.replace(base, **arguments)
     except ValueError as error:

@@ -52,7 +52,7 @@ class DrawnStep:
 def visible(token: bytes) -> str:
     """A token's bytes as one line of printable text: "␣the", "⏎", "\\xe6" for a piece of a character."""
     text = token.decode("utf-8", errors="backslashreplace")
-    shown = "".join(_VISIBLE.get(c, c if unicodedata.category(c)[0] != "C" else repr(c)[1:-1]) for c in text)
+    shown = "".join(_VISIBLE.get(c, repr(c)[1:-1] if unicodedata.category(c)[0] in "CZ" else c) for c in text)
     return shown or "∅"
 
 
@@ -127,7 +127,7 @@ class _Place(NamedTuple):
     width: float
 
 
-_CHAR, _ROW, _BOX, _GAP, _MARGIN = 8.4, 34, 24, 36, 20
+_CHAR, _ROW, _BOX, _GAP, _MARGIN = 8.4, 34.0, 24.0, 36.0, 20.0
 _INK = {"root": "#1f2937", "accepted": "#15803d", "proposed": "#6b7280", "bonus": "#a21caf"}
 _FILL = {"root": "#1f2937", "accepted": "#dcfce7", "proposed": "#ffffff", "bonus": "#fae8ff"}
 _BORDER = {"root": 'stroke-width="1.5"', "accepted": 'stroke-width="2.5"'}
@@ -142,10 +142,10 @@ def to_svg(steps: Sequence[DrawnStep]) -> str:
     Accepted nodes have a thick border and thick lines, others dashed ones, the bonus token a double border and a dotted
     line: the picture can be read without colour.
     """
-    body, y = [_svg_legend(_MARGIN)], float(_MARGIN + 2 * _ROW)
+    body, y = [_svg_legend(_MARGIN)], _MARGIN + 2 * _ROW
     width = _MARGIN + sum(_text_width(f"{_SIGNS[s]} {_MEANINGS[s]}") + 2 * _GAP for s in _SIGNS)
     for step in steps:
-        title = f'<text x="{_MARGIN}" y="{y:.0f}" font-weight="bold" fill="#111827">{escape(step.title)}</text>'
+        title = f'<text x="{_MARGIN:.0f}" y="{y:.0f}" font-weight="bold" fill="#111827">{escape(step.title)}</text>'
         places, height = _layout(step, y + _ROW * 0.5)
         body += [title, *_svg_edges(step, places), *_svg_nodes(step, places)]
         width = max(width, *(place.x + place.width + _MARGIN for place in places), _text_width(step.title) + 40)
@@ -213,7 +213,7 @@ def _svg_nodes(step: DrawnStep, places: Sequence[_Place]) -> list[str]:
 def _svg_box(state: str, node: DrawnNode, place: _Place) -> list[str]:
     radius = 12 if state == "bonus" else 4
     box = (
-        f'<rect x="{place.x:.1f}" y="{place.y:.1f}" width="{place.width:.1f}" height="{_BOX}" rx="{radius}" '
+        f'<rect x="{place.x:.1f}" y="{place.y:.1f}" width="{place.width:.1f}" height="{_BOX:.0f}" rx="{radius}" '
         f'fill="{_FILL[state]}" stroke="{_INK[state]}" {_BORDER[state]}/>'
     )
     ink = "#ffffff" if state == "root" else "#374151" if state == "proposed" else _INK[state]
@@ -225,14 +225,14 @@ def _svg_box(state: str, node: DrawnNode, place: _Place) -> list[str]:
     if state != "bonus":
         return [box, text]
     inner = (
-        f'<rect x="{place.x + 3:.1f}" y="{place.y + 3:.1f}" width="{place.width - 6:.1f}" height="{_BOX - 6}" rx="9" '
-        f'fill="none" stroke="{_INK[state]}" stroke-width="1"/>'
+        f'<rect x="{place.x + 3:.1f}" y="{place.y + 3:.1f}" width="{place.width - 6:.1f}" height="{_BOX - 6:.0f}" '
+        f'rx="9" fill="none" stroke="{_INK[state]}" stroke-width="1"/>'
     )
     return [box, inner, text]
 
 
 def _svg_legend(y: float) -> str:
-    parts, x = [], float(_MARGIN)
+    parts, x = [], _MARGIN
     for state, meaning in _MEANINGS.items():
         node = DrawnNode(meaning, None, state)
         width = _text_width(_caption(node)) + 18

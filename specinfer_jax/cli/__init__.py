@@ -49,10 +49,11 @@ for command in (generate, chat, bench, tree, info, pull, convert):
     app.command()(command)
 
 
-def _print_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> bool:
     if wanted:
         print(f"specinfer {specinfer_jax.__version__}")
         raise typer.Exit()
+    return wanted
 
 
 @app.callback()

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from specinfer_jax.cli.options import with_llm_options
-from specinfer_jax.cli.screen import figures, open_llm
+from specinfer_jax.cli.screen import build_llm, figures, open_model
 from specinfer_jax.config import LLMConfig, SamplingParams
 from specinfer_jax.errors import PromptError, TokenizerError
 
@@ -31,9 +31,10 @@ def chat(
 
     Example: `specinfer chat --system "Answer in one sentence."`
     """
-    llm = open_llm(config)
-    if llm.tokenizer.chat_template is None:
+    model = open_model(config)
+    if model.tokenizer.chat_template is None:
         raise TokenizerError(f"{config.model} has no chat template: use `specinfer generate`, or choose a chat model")
+    llm = build_llm(config, model)
     notes = Console(stderr=True, highlight=False, style="dim")
     is_terminal = sys.stdin.isatty()
     if is_terminal:
@@ -73,7 +74,7 @@ def _turn(llm: "LLM", messages: list[dict[str, str]], sampling: SamplingParams, 
     try:
         stream = llm.stream(messages, sampling)
     except PromptError as error:
-        notes.print(f"error: {error}; /clear forgets the conversation", style="not dim")
+        notes.print(f"error: {error}; /clear forgets the conversation", style="not dim", soft_wrap=True)
         return []
     with _interrupt_flag() as interrupted:
         for piece in stream:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from specinfer_jax.cli.options import with_llm_options
-from specinfer_jax.cli.screen import busy, figures, figures_table, open_llm, stats_dict
+from specinfer_jax.cli.screen import build_llm, busy, figures, figures_table, open_model, stats_dict
 from specinfer_jax.config import LLMConfig
 from specinfer_jax.errors import PromptError
 from specinfer_jax.metrics import total
@@ -41,7 +41,7 @@ def generate(
     texts += [entry.prompt for entry in read_prompts(file)] if file is not None else []
     if not texts:
         raise PromptError("nothing to continue: give a PROMPT, or --prompts FILE.jsonl")
-    llm = open_llm(config)
+    llm = build_llm(config, open_model(config))
 
     def decode() -> "list[RequestOutput]":
         if chat:

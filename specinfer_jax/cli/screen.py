@@ -66,9 +66,8 @@ def open_model(config: LLMConfig) -> "Model":
     return busy(f"loading {config.model}", load)
 
 
-def open_llm(config: LLMConfig) -> "LLM":
-    """Load, compile and measure what the settings ask for."""
-    model = open_model(config)
+def build_llm(config: LLMConfig, model: "Model") -> "LLM":
+    """Compile and measure what the settings ask for."""
 
     def build() -> "LLM":
         from specinfer_jax.llm import LLM
