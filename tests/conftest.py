@@ -5,7 +5,9 @@ import warnings
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Tiny models: compiling takes far longer than running, so the compiler's optimisers are off.
+_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS} --xla_llvm_disable_expensive_passes=true".strip()
 
 from jaxtyping import install_import_hook
 

@@ -80,8 +80,8 @@ class Speculator(Protocol):
 class ScriptedSpeculator(NamedTuple):
     """Proposes what a function says: forces acceptance of none, some or all in tests and benchmarks."""
 
-    script: Callable[[Context], TokenTree]
-    """Pure jax function from the context to trees of `num_nodes + 1` rows."""
+    script: Callable[[Any, Context], TokenTree]
+    """Pure jax function from its parameters and the context to trees of `num_nodes + 1` rows."""
     num_nodes: int
     """Nodes of the script's trees."""
     depth: int
@@ -106,7 +106,7 @@ class ScriptedSpeculator(NamedTuple):
         self, params: Any, state: SpeculatorState, context: Context, want_B: Bool[Array, " B"]
     ) -> tuple[Draft, SpeculatorState]:
         """The script's trees."""
-        tree = self.script(context)
+        tree = self.script(params, context)
         return Draft(drop_unwanted(tree, want_B), jnp.maximum(tree.depth_BN - 1, 0)), state
 
 
