@@ -7,7 +7,8 @@ verified, so there is nothing to roll back:
     page 4: t0 t1 t2 t3    page 7: t4 . . .    entries P (out of range) are pages the slot does not own
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.notation import LayerKV
+
+Rows = TypeVar("Rows")
 
 
 class KVCache(NamedTuple):
@@ -53,6 +56,19 @@ def init_cache(config: ModelConfig, *, num_slots: int, max_model_len: int, page_
 
     table = jnp.arange(num_slots * pages, dtype=jnp.int32).reshape(num_slots, pages)
     return KVCache(arrays(), arrays(), table, jnp.zeros((num_slots,), jnp.int32))
+
+
+def read_first(wanted: Bool[Array, ""], compute: Callable[[], Rows]) -> Rows:
+    """`compute()` if wanted, else zeros: for passes that read a cache which `commit` writes right afterwards.
+
+    A layer's rows are known before its attention has read the cache. Without a branch around the pass, XLA keeps the
+    freedom to write them at once, and copies the cache to keep the reading right. Where a branch ends, reading is over.
+    """
+
+    def nothing() -> Rows:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute))
+
+    return jax.lax.cond(wanted, compute, nothing)
 
 
 def commit(

@@ -7,8 +7,9 @@ from jaxtyping import Array, Bool, Int
 
 from pallas_kernels.tree_attention import causal_words
 from specinfer_jax.models.config import ModelConfig
-from specinfer_jax.models.kv_cache import KVCache, commit, init_cache
+from specinfer_jax.models.kv_cache import KVCache, commit, init_cache, read_first
 from specinfer_jax.models.transformer import Params, forward
+from specinfer_jax.notation import LayerKV
 from specinfer_jax.speculation.decode import RUNNING, DecodeParams, DecodeState, StepProgram, StepStats
 from specinfer_jax.speculation.ssm import SsmSpeculator
 
@@ -117,8 +118,11 @@ def _append_prompt(
     position_1Q = (start + jnp.where(step_Q < count, step_Q, 0))[None]
     token_1Q = state.token_BS[slot][position_1Q]
     view = cache._replace(block_table=cache.block_table[slot][None], length_B=start[None])
-    _, rows = forward(
-        params, token_1Q, position_1Q, view, causal_words(chunk)[None],
-        config=config, prompt_len_B=state.prompt_len_B[slot][None], implementation=program.implementation,
-    )  # fmt: skip
-    return commit(cache, rows, count[None], slot[None])
+
+    def rows() -> tuple[LayerKV, ...]:
+        return forward(
+            params, token_1Q, position_1Q, view, causal_words(chunk)[None],
+            config=config, prompt_len_B=state.prompt_len_B[slot][None], implementation=program.implementation,
+        )[1]  # fmt: skip
+
+    return commit(cache, read_first(count > 0, rows), count[None], slot[None])

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tree_attention import ancestor_words, causal_words
 from specinfer_jax.models.config import ModelConfig
-from specinfer_jax.models.kv_cache import KVCache, commit
+from specinfer_jax.models.kv_cache import KVCache, commit, read_first
 from specinfer_jax.models.transformer import forward, vocabulary_logits
 from specinfer_jax.notation import LayerKV
 from specinfer_jax.speculation.speculator import Context, Draft, drop_unwanted
@@ -87,11 +87,7 @@ class SsmSpeculator:
         def draft() -> tuple[Array, tuple[LayerKV, ...]]:
             return self._expand(params, cache, context, lag_B, chain_len)
 
-        def nothing() -> tuple[Array, tuple[LayerKV, ...]]:
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(draft))
-
-        # The cache is only read inside the branch and written behind it: a branch that returned it would copy it.
-        token_Bn, rows = jax.lax.cond(want_B.any(), draft, nothing)
+        token_Bn, rows = read_first(want_B.any(), draft)
         cache = commit(cache, rows, lag_B)
 
         parent_N, depth_N, kind_N = self.static_tree()
@@ -128,7 +124,9 @@ class SsmSpeculator:
 
         def feed(cache: KVCache) -> KVCache:
             count_B = jnp.minimum(lag_B(cache), chain_len)
-            _, rows = self._chain_rows(params, cache, context, count_B, chain_len)
+            rows = read_first(
+                (count_B > 0).any(), lambda: self._chain_rows(params, cache, context, count_B, chain_len)[1]
+            )
             return commit(cache, rows, count_B)
 
         return jax.lax.while_loop(lambda cache: (lag_B(cache) > chain_len - 1).any(), feed, cache)
