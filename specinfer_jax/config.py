@@ -11,8 +11,9 @@ max_tokens = 128
 
 import dataclasses
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from specinfer_jax.errors import ConfigError, SamplingError
 
@@ -20,7 +21,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_TREE = "1,1,3,1,1"
 """Expansion of a single SSM's tree where none is asked for."""
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,9 +34,9 @@ class SamplingParams:
 
     max_tokens: int = 16
     """Most tokens generated."""
-    temperature: float = 0.0
+    temperature: float | int = 0.0
     """0 is greedy decoding; nothing else is supported yet."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Sequence[int] = ()
     """Ids that end the request besides the model's own."""
     ignore_eos: bool = False
     """Go on behind the model's own end-of-sequence ids."""
@@ -43,15 +44,15 @@ class SamplingParams:
     """Leave special tokens out of the text."""
     top_k: int = 0
     """Neutral value only."""
-    top_p: float = 1.0
+    top_p: float | int = 1.0
     """Neutral value only."""
-    min_p: float = 0.0
+    min_p: float | int = 0.0
     """Neutral value only."""
-    presence_penalty: float = 0.0
+    presence_penalty: float | int = 0.0
     """Neutral value only."""
-    frequency_penalty: float = 0.0
+    frequency_penalty: float | int = 0.0
     """Neutral value only."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | int = 1.0
     """Neutral value only."""
     min_tokens: int = 0
     """Neutral value only."""
@@ -59,7 +60,7 @@ class SamplingParams:
     """Neutral value only."""
     seed: int | None = None
     """Greedy decoding draws nothing; any seed gives the same tokens."""
-    stop: tuple[str, ...] | str | None = None
+    stop: Sequence[str] | str | None = None
     """Neutral value only."""
     logprobs: int | None = None
     """Neutral value only."""
@@ -104,7 +105,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 class Speculation:
     """Which speculators propose trees. Without arguments: the n-gram tree."""
 
-    ssms: tuple[Any, ...] = ()
+    ssms: Sequence[Any] = ()
     """Small speculative models: names, folders, .gguf files, hub ids or loaded models; same vocabulary as the LLM."""
     tree: str | None = None
     """Children per node and level of each SSM's tree, such as "1,1,3,1,1"; None takes the default."""
@@ -139,7 +140,7 @@ class LLMConfig:
 
     model: str = DEFAULT_MODEL
     """Name, folder, .gguf file or hub id."""
-    dtype: DType = "auto"
+    dtype: str = "auto"
     """auto: bfloat16 on TPU and NVIDIA sm_80 or newer, float16 on older GPUs, float32 on CPU."""
     max_model_len: int | None = None
     """Most tokens of one request, prompt included; None: what the model was made for."""
@@ -151,8 +152,8 @@ class LLMConfig:
     """Defaults of the requests."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in get_args(DType):
-            raise ConfigError(f"dtype must be one of {', '.join(get_args(DType))}, got {self.dtype!r}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         for name in ("max_model_len", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from specinfer_jax.assemble import PAGE_SIZE, Model, build_program, check_memory, choose_dtype, choose_max_model_len
 from specinfer_jax.assemble import open_model as _open_model
@@ -22,7 +23,7 @@ from specinfer_jax.outputs import CompletionOutput, RequestOutput, StreamOutput
 from specinfer_jax.serving.engine import Engine, EngineRequest
 from specinfer_jax.tokenizer import IncrementalDetokenizer, Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+Prompt = str | Sequence[Any] | np.ndarray | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": ...} / {"prompt_token_ids": [...]}."""
 Messages = Sequence[Mapping[str, Any]]
 """A chat: {"role": ..., "content": ...} dicts."""
@@ -49,7 +50,7 @@ class LLM:
           ModelNotFoundError, CheckpointError, ConfigError, TokenizerError, SpeculationError: all ValueErrors.
         """
         name = model.location if isinstance(model, Model) else os.fspath(model)
-        config = LLMConfig(name, dtype, max_model_len, max_num_seqs)  # type: ignore[arg-type]
+        config = LLMConfig(name, dtype, max_model_len, max_num_seqs)
         speculation = Speculation() if speculation is None else speculation
         if not isinstance(speculation, Speculation):
             raise ConfigError(f"speculation must be a Speculation, got {speculation!r}")
@@ -155,19 +156,21 @@ class LLM:
     def _request(self, ids: list[int], params: SamplingParams) -> EngineRequest:
         return EngineRequest(ids, params.max_tokens, self.model.stop_ids(params))
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]] | PromptError:
+    def _encode(self, prompt: Any) -> tuple[str | None, list[int]] | PromptError:
         """(text, ids), or the reason why the prompt is refused."""
         if isinstance(prompt, Mapping):
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt.get("prompt", "")
         if isinstance(prompt, str):
             return self._checked(prompt, self.tokenizer.encode(prompt))
+        if not isinstance(prompt, Sequence | np.ndarray):
+            return PromptError(f"a prompt must be text or a list of token ids, got {prompt!r}")
         return self._checked(None, list(prompt))
 
     def _encode_chat(self, messages: Any) -> tuple[str | None, list[int]] | PromptError:
         text = self.tokenizer.apply_chat_template(messages)
         return self._checked(text, self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _checked(self, text: str | None, ids: list[int]) -> tuple[str | None, list[int]] | PromptError:
+    def _checked(self, text: str | None, ids: list[Any]) -> tuple[str | None, list[int]] | PromptError:
         vocab_size = self.model.config.vocab_size
         if not ids:
             return PromptError("the prompt is empty; give at least one token")

@@ -107,6 +107,7 @@ class Engine:
             self._run_burst(1)
             if self.program.adaptive and self.program.speculators:
                 self._measure_costs()
+            assert self._state is not None
             self._state = self._release(self._state, jnp.int32(0))
 
     def run(self, requests: Sequence[EngineRequest], *, stream: bool = False) -> Iterator[Progress]:
@@ -120,12 +121,14 @@ class Engine:
             raise RuntimeError("the engine is already running; finish or close the other call first")
         try:
             yield from self._run(requests, 1 if stream else _UNTIL_FINISHED)
-        except Exception:
+        except GeneratorExit:  # the caller lost interest: nothing is running, the slots are free again
+            for slot in range(self.num_slots):
+                self._state = self._release(self._state, jnp.int32(slot))
+            raise
+        except BaseException:
             self._state = None  # donated buffers may be gone: the next call starts with fresh caches
             raise
         finally:
-            if self._state is not None and np.asarray(self._state.active_B).any():
-                self._state = None  # abandoned in the middle, for instance by closing the stream
             self._lock.release()
 
     def _run(self, requests: Sequence[EngineRequest], steps: int) -> Iterator[Progress]:

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.tree_attention import ancestor_words
 from specinfer_jax.models.config import ModelConfig
-from specinfer_jax.models.kv_cache import KVCache, commit, gather_rows
+from specinfer_jax.models.kv_cache import KVCache, commit, gather_rows, read_first
 from specinfer_jax.models.transformer import Params, forward, vocabulary_logits
 from specinfer_jax.notation import LayerKV
 from specinfer_jax.speculation import gate
@@ -156,7 +156,10 @@ def traced_step(
         return lambda: _verify(params.llm, truncate(draft.tree, rows), state, context, program)
 
     # Branches only read the cache; one that wrote it would copy it whole (docs/log.md).
-    verdict, path_rows = jax.lax.switch(chosen, [branch(rows) for rows in program.buckets])
+    if len(program.buckets) > 1:
+        verdict, path_rows = jax.lax.switch(chosen, [branch(rows) for rows in program.buckets])
+    else:
+        verdict, path_rows = read_first(state.active_B.any(), branch(program.buckets[0]))
     kept_B, finish_B = _apply_stop_rules(verdict, state, room_B)
 
     position_BA = state.committed_B[:, None] + jnp.arange(program.path_len, dtype=jnp.int32)[None]
