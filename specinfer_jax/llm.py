@@ -187,7 +187,7 @@ class LLM:
         return text, [int(i) for i in ids]
 
 
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_batch(prompts: Any) -> list[Any]:
     """A list of prompts; one prompt becomes a list of one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
