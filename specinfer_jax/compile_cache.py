@@ -14,7 +14,8 @@ def cache_folder() -> Path:
 
 def enable_compile_cache() -> None:
     """Point jax at the cache folder, unless the user chose a folder or switched the cache off."""
-    if jax.config.jax_compilation_cache_dir is not None or "JAX_ENABLE_COMPILATION_CACHE" in os.environ:
+    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    if chosen is not None or "JAX_ENABLE_COMPILATION_CACHE" in os.environ:
         return
     jax.config.update("jax_compilation_cache_dir", str(cache_folder()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -80,7 +80,6 @@ def test_after_injected_errors_the_ssm_is_right_again_at_once() -> None:
         ids += progress.new_token_ids
         kept.append(len(progress.new_token_ids))
         state = engine._state
-        assert state is not None
         if progress.finish_reason is None:
             committed = len(PROMPT) + len(ids)
             assert int(state.cache.length_B[0]) == committed - 1
@@ -118,7 +117,6 @@ def test_eos_inside_an_accepted_path_stops_there(depth: int) -> None:
         assert result.finish_reason == "stop"
         assert result.stats.tokens == end + 1
         state = engine._state
-        assert state is not None
         # the root's K/V is not in the cache
         assert int(state.cache.length_B[0]) == len(PROMPT) + end + 1 - 1
 
@@ -256,10 +254,8 @@ def test_an_idle_slot_writes_nothing() -> None:
     engine = make_engine([NgramSpeculator()], [()], num_slots=2)
     run(engine, [PROMPT, [9, 8, 7]], max_tokens=5)
     state = engine._state
-    assert state is not None
     pages = np.asarray(state.cache.block_table)[1]
     before = np.asarray(state.cache.k_pages[0])[:, pages].copy()
     run(engine, [[1, 2, 3, 4]], max_tokens=20)
-    assert engine._state is not None
     after = np.asarray(engine._state.cache.k_pages[0])[:, pages]
     np.testing.assert_array_equal(after, before)

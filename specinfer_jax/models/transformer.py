@@ -26,6 +26,11 @@ Params = Mapping[str, Any]
 """Nested dict of arrays; `param_shapes` tells names and shapes."""
 
 
+def _apply(module: nn.Module, params: Params, *arguments: Any) -> Any:
+    """The module's result; Linen's own type would also tell of state that no module here has."""
+    return module.apply({"params": params}, *arguments)
+
+
 class Embed(nn.Module):
     """Token ids (and learned positions) to feature-major activations."""
 
@@ -147,7 +152,7 @@ def forward(
     if prompt_len_B is not None:
         length_BQ = jnp.maximum(length_BQ, prompt_len_B[:, None])
     dtype = params["embed"]["embedding"].dtype
-    x_DT = Embed(config).apply({"params": params["embed"]}, token_BQ.reshape(-1), position_T, dtype)
+    x_DT = _apply(Embed(config), params["embed"], token_BQ.reshape(-1), position_T, dtype)
     angles = rope_angles(config, position_T, length_BQ.reshape(-1))
     rows = []
     for l in range(config.num_layers):
@@ -165,12 +170,12 @@ def _run_layer(
     params: Params, *arguments: Any, config: ModelConfig, implementation: str | None
 ) -> tuple[Float[Array, "D T"], LayerKV]:
     """One layer; jitted so that equal layers are traced once (the compiler inlines it again)."""
-    return DecoderLayer(config, implementation).apply({"params": params}, *arguments)
+    return _apply(DecoderLayer(config, implementation), params, *arguments)
 
 
 def vocabulary_logits(params: Params, x_DT: Float[Array, "D T"], *, config: ModelConfig) -> Float[Array, "V T"]:
     """Float32 logits of every column; vocabulary-major, as the matmul leaves them."""
-    return Head(config).apply({"params": params["head"]}, x_DT, params["embed"]["embedding"])
+    return _apply(Head(config), params["head"], x_DT, params["embed"]["embedding"])
 
 
 def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = jnp.float32) -> Params:

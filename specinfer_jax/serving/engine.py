@@ -89,7 +89,18 @@ class Engine:
         self._costs = StepCosts(
             jnp.ones(len(program.buckets), jnp.float32), jnp.zeros(len(program.speculators), jnp.float32)
         )
-        self._state: DecodeState | None = None
+        self._device_state: DecodeState | None = None
+
+    @property
+    def _state(self) -> DecodeState:
+        """The slots' device state, empty ones after construction or a fault."""
+        if self._device_state is None:
+            self._device_state = self._new_state()
+        return self._device_state
+
+    @_state.setter
+    def _state(self, state: DecodeState) -> None:
+        self._device_state = state
 
     @property
     def costs(self) -> StepCosts:
@@ -99,7 +110,6 @@ class Engine:
     def warm_up(self) -> None:
         """Compile every program and measure what trees cost; afterwards no request compiles anything."""
         with self._lock:
-            self._state = self._new_state()
             probe = EngineRequest([0] * (sum(self._prefill) % self.max_model_len or 1), _UNTIL_FINISHED, frozenset())
             self._start(0, probe)
             for chunk in self._prefill.values():
@@ -107,8 +117,7 @@ class Engine:
             self._run_burst(1)
             if self.program.adaptive and self.program.speculators:
                 self._measure_costs()
-            assert self._state is not None
-            self._state = self._release(self._state, jnp.int32(0))
+                self._state = self._release(self._state, jnp.int32(0))
 
     def run(self, requests: Sequence[EngineRequest], *, stream: bool = False) -> Iterator[Progress]:
         """Continue every request; yields progress as it comes, the last of each request with its finish reason.
@@ -126,7 +135,7 @@ class Engine:
                 self._state = self._release(self._state, jnp.int32(slot))
             raise
         except BaseException:
-            self._state = None  # donated buffers may be gone: the next call starts with fresh caches
+            self._device_state = None  # donated buffers may be gone: the next call starts with fresh caches
             raise
         finally:
             self._lock.release()
@@ -134,8 +143,6 @@ class Engine:
     def _run(self, requests: Sequence[EngineRequest], steps: int) -> Iterator[Progress]:
         waiting = deque(enumerate(requests))
         slots: dict[int, _Slot] = {}
-        if self._state is None:
-            self._state = self._new_state()
         while waiting or slots:
             for slot in range(self.num_slots):
                 if slot not in slots and waiting:
@@ -149,7 +156,6 @@ class Engine:
 
     def _start(self, slot: int, request: EngineRequest) -> None:
         """Admit a request and prefill its prompt."""
-        assert self._state is not None
         count = len(request.prompt_ids)
         token_S = np.zeros(self.max_model_len, np.int32)
         token_S[:count] = request.prompt_ids
@@ -168,13 +174,11 @@ class Engine:
         jax.block_until_ready(self._state.committed_B)
 
     def _run_burst(self, steps: int) -> None:
-        assert self._state is not None
         self._state = self._burst(self.params, self._state, self._costs, jnp.int32(steps))
         jax.block_until_ready(self._state.committed_B)
 
     def _collect(self, slots: dict[int, _Slot]) -> Iterator[Progress]:
         """Progress of every slot; finished ones leave."""
-        assert self._state is not None
         now = time.perf_counter()
         token_BS, committed_B, finish_B, stats = jax.device_get(
             (self._state.token_BS, self._state.committed_B, self._state.finish_B, self._state.stats)

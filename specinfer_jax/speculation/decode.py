@@ -156,10 +156,10 @@ def traced_step(
         return lambda: _verify(params.llm, truncate(draft.tree, rows), state, context, program)
 
     # Branches only read the cache; one that wrote it would copy it whole (docs/log.md).
-    if len(program.buckets) > 1:
+    if program.speculators:
         verdict, path_rows = jax.lax.switch(chosen, [branch(rows) for rows in program.buckets])
     else:
-        verdict, path_rows = read_first(state.active_B.any(), branch(program.buckets[0]))
+        verdict, path_rows = read_first(state.active_B.any(), branch(1))
     kept_B, finish_B = _apply_stop_rules(verdict, state, room_B)
 
     position_BA = state.committed_B[:, None] + jnp.arange(program.path_len, dtype=jnp.int32)[None]
