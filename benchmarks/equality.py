@@ -99,8 +99,9 @@ def speculations(model: Model, ssm_layers: int) -> dict[str, Speculation]:
     }
 
 
-def plain_margin(model: Model, ids: Sequence[int]) -> float:
-    """Difference of the two largest logits after `ids`, in one pass without a cache."""
+def plain_margin(model: Model, prompt: Sequence[int], continuation: Sequence[int]) -> float:
+    """Difference of the two largest logits behind the continuation, in one pass without a cache."""
+    ids = [*prompt, *continuation]
     config, dtype = model.config, model.params["embed"]["embedding"].dtype
     cache = init_cache(config, num_slots=1, max_model_len=1, page_size=1, dtype=dtype)
     token_1Q = jnp.asarray([ids], jnp.int32)
@@ -108,7 +109,10 @@ def plain_margin(model: Model, ids: Sequence[int]) -> float:
     @jax.jit
     def last_logits(params: Any) -> Any:
         position_1Q = jnp.arange(len(ids), dtype=jnp.int32)[None]
-        x_DT, _ = forward(params, token_1Q, position_1Q, cache, causal_words(len(ids))[None], config=config)
+        x_DT, _ = forward(
+            params, token_1Q, position_1Q, cache, causal_words(len(ids))[None],
+            config=config, prompt_len_B=jnp.asarray([len(prompt)], jnp.int32),
+        )  # fmt: skip
         return vocabulary_logits(params, x_DT[:, -1:], config=config)[:, 0]
 
     return margins_of(np.asarray(last_logits(model.params))[None])[0]
@@ -139,7 +143,7 @@ def check_modes(
         for number, (prompt, ids, output) in enumerate(zip(prompts, expected, found, strict=True)):
             step = first_difference(ids, output.token_ids)
             if step is not None:
-                margin = plain_margin(model, [*prompt, *ids[:step]])
+                margin = plain_margin(model, prompt, ids[:step])
                 new.append(_difference(mode, number, step, ids, output.token_ids, margin))
         rows.append(mode_row(mode, found, new))
         differences += new

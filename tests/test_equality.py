@@ -4,12 +4,17 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_model import write_file
 
 from benchmarks import equality
-from benchmarks.equality import Difference, count_unexplained, first_difference, margins_of
+from benchmarks.equality import Difference, count_unexplained, first_difference, margins_of, plain_margin
+from pallas_kernels.tree_attention import causal_words
+from specinfer_jax.assemble import open_model
+from specinfer_jax.models.kv_cache import init_cache
+from specinfer_jax.models.transformer import forward, vocabulary_logits
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,18 @@ def test_every_mode_runs_and_differences_are_reported(
     [difference] = report["differences"]
     assert (difference["prompt"], difference["margin"], report["prompts"]) == (1, 5e-4, 2)
     assert "margin 5.00e-04" in capsys.readouterr().out
+
+
+def test_plain_margin_is_that_of_the_next_token(tmp_path: Path) -> None:
+    model = open_model(write_file(tmp_path / "tiny.gguf"), dtype=jnp.dtype(jnp.float32))
+    params, config, ids = model.params, model.config, [5, 6, 7, 8]
+    cache = init_cache(config, num_slots=1, max_model_len=1, page_size=1, dtype=jnp.float32)
+    words = causal_words(4)[None]
+    x_DT, _ = forward(params, jnp.asarray([ids]), jnp.arange(4)[None], cache, words, config=config)
+    logits_TV = np.asarray(vocabulary_logits(params, x_DT, config=config)).T
+    for length in (1, 2, 4):
+        found = plain_margin(model, ids[:1], ids[1:length])
+        assert found == pytest.approx(margins_of(logits_TV)[length - 1], abs=1e-5)
 
 
 def test_a_clear_difference_to_transformers_is_unexplained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
