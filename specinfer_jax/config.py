@@ -10,6 +10,7 @@ max_tokens = 128
 """
 
 import dataclasses
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -150,10 +151,17 @@ class LLMConfig:
     """Speculators."""
     sampling: SamplingParams = SamplingParams()
     """Defaults of the requests."""
+    mesh: str = "data=1,model=1"
+    """Devices by axis; this version runs on one device and refuses more."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        axes = re.fullmatch(r"data=(\d+),model=(\d+)", self.mesh)
+        if axes is None:
+            raise ConfigError(f'mesh must look like "data=1,model=1", got {self.mesh!r}')
+        if axes.groups() != ("1", "1"):
+            raise ConfigError(f"mesh {self.mesh!r} asks for several devices; this version runs on one")
         for name in ("max_model_len", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):

@@ -12,14 +12,14 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 FILES = sorted(CONFIGS.rglob("*.toml"))
 
 
-def test_there_are_models_and_trees() -> None:
-    assert {file.parent.name for file in FILES} == {"models", "trees"}
+def test_there_are_models_trees_and_meshes() -> None:
+    assert {file.parent.name for file in FILES} == {"models", "trees", "meshes"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_every_file_loads(file: Path) -> None:
     config = load_config(file)
-    assert config != LLMConfig() or file.stem == DEFAULT_MODEL
+    assert config != LLMConfig() or file.stem in (DEFAULT_MODEL, "single")
     if file.parent.name == "trees":
         assert config.speculation.tree is not None
         assert parse_expansion(config.speculation.tree).num_nodes <= 127

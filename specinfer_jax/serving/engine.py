@@ -116,8 +116,8 @@ class Engine:
                 self._state = chunk(self.params, self._state, jnp.int32(0))
             self._run_burst(1)
             if self.program.adaptive and self.program.speculators:
-                self._measure_costs()
-                self._state = self._release(self._state, jnp.int32(0))
+                self._measure_costs(probe)
+            self._state = self._release(self._state, jnp.int32(0))
 
     def run(self, requests: Sequence[EngineRequest], *, stream: bool = False) -> Iterator[Progress]:
         """Continue every request; yields progress as it comes, the last of each request with its finish reason.
@@ -211,7 +211,7 @@ class Engine:
             decode_seconds=now - request.decode_start,
         )
 
-    def _measure_costs(self, repeats: int = 3) -> None:
+    def _measure_costs(self, probe: EngineRequest, repeats: int = 3) -> None:
         """Seconds of a step at every row bucket, and of each speculator's drafting; the smallest of a few repeats."""
         measured = self._costs
         J, M = len(self.program.buckets), len(self.program.speculators)
@@ -226,6 +226,8 @@ class Engine:
             self._costs = StepCosts(jnp.asarray(verify_J), jnp.asarray(draft_M))
             times = []
             for _ in range(repeats):
+                if not np.asarray(self._state.active_B)[0]:  # the probe reached a short max_model_len
+                    self._start(0, probe)
                 began = time.perf_counter()
                 self._run_burst(1)
                 times.append(time.perf_counter() - began)
