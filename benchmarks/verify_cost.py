@@ -29,10 +29,11 @@ from specinfer_jax.errors import ConfigError, SpecInferError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache
 from specinfer_jax.models.transformer import Params, forward, vocabulary_logits
-from specinfer_jax.speculation.decode import DecodeParams, DecodeState, StepProgram, burst
+from specinfer_jax.speculation.decode import burst
 from specinfer_jax.speculation.gate import StepCosts
 from specinfer_jax.speculation.slots import admit, init_state, prefill_chunk
 from specinfer_jax.speculation.speculator import Context, ScriptedSpeculator
+from specinfer_jax.speculation.state import DecodeParams, DecodeState, StepProgram
 from specinfer_jax.tree.token_tree import TokenTree
 
 CHAINS = 3

@@ -14,10 +14,10 @@ from specinfer_jax.config import DEFAULT_TREE, SamplingParams, Speculation
 from specinfer_jax.errors import ConfigError, SpeculationError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import cache_bytes
-from specinfer_jax.speculation.decode import DecodeParams, StepProgram
 from specinfer_jax.speculation.ngram import NgramSpeculator
 from specinfer_jax.speculation.speculator import Speculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
+from specinfer_jax.speculation.state import DecodeParams, StepProgram
 from specinfer_jax.tokenizer import Tokenizer
 from specinfer_jax.tree.expand import MAX_TREE_NODES, parse_expansion
 
@@ -163,7 +163,7 @@ def check_memory(program: StepProgram, *, num_slots: int, max_model_len: int, dt
     Raises:
       ConfigError: says what is needed, what there is, and which settings to lower.
     """
-    configs = [program.llm, *(s.config for s in program.speculators if isinstance(s, SsmSpeculator))]
+    configs = [program.llm, *(s.cached_model.config for s in program.speculators if s.cached_model is not None)]
     needed = sum(
         cache_bytes(
             config, num_slots=num_slots, max_model_len=min(max_model_len, config.max_position),

@@ -180,9 +180,9 @@ def _contenders(
     from specinfer_jax.assemble import PAGE_SIZE
     from specinfer_jax.llm import LLM
     from specinfer_jax.serving.engine import Engine
-    from specinfer_jax.speculation.decode import DecodeParams
     from specinfer_jax.speculation.ngram import NgramSpeculator
     from specinfer_jax.speculation.ssm import SsmSpeculator
+    from specinfer_jax.speculation.state import DecodeParams
     from specinfer_jax.tree.expand import Expansion
 
     plain, trees = (

@@ -12,9 +12,10 @@ import numpy as np
 from specinfer_jax.assemble import PAGE_SIZE, Model, build_program, choose_max_model_len
 from specinfer_jax.config import SamplingParams, Speculation
 from specinfer_jax.errors import PromptError
-from specinfer_jax.speculation.decode import DecodeParams, DecodeState, StepProgram, StepTrace, traced_step
+from specinfer_jax.speculation.decode import traced_step
 from specinfer_jax.speculation.gate import StepCosts
 from specinfer_jax.speculation.slots import admit, init_state, prefill_chunk
+from specinfer_jax.speculation.state import DecodeParams, DecodeState, StepProgram, StepTrace
 
 NodeState = Literal["root", "accepted", "proposed"]
 _PREFILL_CHUNK = 32

@@ -13,9 +13,9 @@ from specinfer_jax.metrics import RequestStats
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.transformer import Params, init_params
 from specinfer_jax.serving.engine import Engine, EngineRequest
-from specinfer_jax.speculation.decode import DecodeParams, StepProgram
 from specinfer_jax.speculation.speculator import Context, ScriptedSpeculator, Speculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
+from specinfer_jax.speculation.state import DecodeParams, StepProgram
 from specinfer_jax.tree.expand import parse_expansion
 from specinfer_jax.tree.token_tree import TokenTree
 

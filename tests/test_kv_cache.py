@@ -14,12 +14,13 @@ from specinfer_jax.models.families import config_from_hf
 from specinfer_jax.models.kv_cache import KVCache, cache_bytes, commit, gather_rows, init_cache, pages_per_slot
 from specinfer_jax.models.transformer import param_shapes
 from specinfer_jax.notation import LayerKV
-from specinfer_jax.speculation.decode import DecodeParams, StepProgram, burst
+from specinfer_jax.speculation.decode import burst
 from specinfer_jax.speculation.gate import StepCosts
 from specinfer_jax.speculation.ngram import NgramSpeculator
 from specinfer_jax.speculation.slots import init_state, prefill_chunk
 from specinfer_jax.speculation.speculator import Speculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
+from specinfer_jax.speculation.state import DecodeParams, StepProgram
 from specinfer_jax.tree.expand import parse_expansion
 
 

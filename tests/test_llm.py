@@ -20,7 +20,7 @@ from specinfer_jax.errors import (
     SpecInferError,
     SpeculationError,
 )
-from specinfer_jax.speculation.decode import StepProgram
+from specinfer_jax.speculation.state import StepProgram
 
 SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
 CHAT = [{"role": "user", "content": "hello"}]

@@ -19,8 +19,8 @@ from specinfer_jax.checkpoint.load import LoadedModel, load_model
 from specinfer_jax.errors import ConfigError
 from specinfer_jax.models.layers import Norm
 from specinfer_jax.serving.engine import Engine, EngineRequest
-from specinfer_jax.speculation.decode import DecodeParams, StepProgram
 from specinfer_jax.speculation.ssm import SsmSpeculator
+from specinfer_jax.speculation.state import DecodeParams, StepProgram
 from specinfer_jax.tree.expand import parse_expansion
 
 HERE = Path(__file__).parent

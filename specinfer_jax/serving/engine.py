@@ -17,9 +17,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from specinfer_jax.metrics import RequestStats
-from specinfer_jax.speculation.decode import LENGTH, STOPPED, DecodeParams, DecodeState, StepProgram, StepStats, burst
+from specinfer_jax.speculation.decode import burst
 from specinfer_jax.speculation.gate import StepCosts
 from specinfer_jax.speculation.slots import admit, init_state, prefill_chunk, release
+from specinfer_jax.speculation.state import LENGTH, STOPPED, DecodeParams, DecodeState, StepProgram, StepStats
 
 PREFILL_CHUNKS = (128, 32)
 """Prompt rows per prefill pass, largest first; a prompt takes the largest that it fills, the rest the smallest."""

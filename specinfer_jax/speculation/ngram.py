@@ -58,6 +58,11 @@ class NgramSpeculator:
         """(match length, branch, first or second or later node)."""
         return self.max_match * len(self.branch_depths) * 3
 
+    @property
+    def cached_model(self) -> None:
+        """Runs no model."""
+        return None
+
     def prior_rates(self) -> np.ndarray:
         """float32 `[num_kinds]`."""
         best = [_BEST_MATCH_PRIOR[min(m, len(_BEST_MATCH_PRIOR) - 1)] for m in range(self.max_match)]

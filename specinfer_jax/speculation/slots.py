@@ -10,8 +10,7 @@ from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache, commit, init_cache, read_first
 from specinfer_jax.models.transformer import Params, forward
 from specinfer_jax.notation import LayerKV
-from specinfer_jax.speculation.decode import RUNNING, DecodeParams, DecodeState, StepProgram, StepStats
-from specinfer_jax.speculation.ssm import SsmSpeculator
+from specinfer_jax.speculation.state import RUNNING, DecodeParams, DecodeState, StepProgram, StepStats
 
 
 def init_state(
@@ -44,7 +43,7 @@ def init_state(
         is_stop_BV=jnp.zeros((num_slots, program.llm.vocab_size), bool),
         cache=cache(program.llm, max_model_len),
         speculators=tuple(
-            cache(s.config, min(s.max_len, max_model_len)) if isinstance(s, SsmSpeculator) else ()
+            () if s.cached_model is None else cache(s.cached_model.config, min(s.cached_model.max_len, max_model_len))
             for s in program.speculators
         ),
         rate_BJ=jnp.tile(jnp.asarray(program.prior_rates())[None], (num_slots, 1)),
@@ -101,7 +100,7 @@ def prefill_chunk(
         return _append_prompt(model, config, cache, state, slot, count, program, chunk)
 
     speculators = tuple(
-        run(model, s.config, s_state, s.max_len) if isinstance(s, SsmSpeculator) else s_state
+        s_state if s.cached_model is None else run(model, s.cached_model.config, s_state, s.cached_model.max_len)
         for s, s_state, model in zip(program.speculators, state.speculators, params.speculators, strict=True)
     )
     cache = run(params.llm, program.llm, state.cache, state.token_BS.shape[1])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
+from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.tree.token_tree import TokenTree, root_only
 
 SpeculatorState = Any
@@ -38,6 +39,15 @@ class Draft(NamedTuple):
     """Index into the speculator's acceptance rates (see gate.py); any value for root and padding."""
 
 
+class CachedModel(NamedTuple):
+    """A model that a speculator runs; the engine keeps its cache, prefills it, and hands it over as state."""
+
+    config: ModelConfig
+    """What it computes."""
+    max_len: int
+    """Longest context it can draft for."""
+
+
 @runtime_checkable
 class Speculator(Protocol):
     """Proposes trees; frozen and hashable, so that it can be a static argument of the step."""
@@ -60,6 +70,11 @@ class Speculator(Protocol):
     @property
     def num_kinds(self) -> int:
         """Number of acceptance statistics its nodes are told apart by."""
+        ...
+
+    @property
+    def cached_model(self) -> CachedModel | None:
+        """The model it runs, None if it runs none (its state is `()` then)."""
         ...
 
     def prior_rates(self) -> np.ndarray:
@@ -93,6 +108,11 @@ class ScriptedSpeculator(NamedTuple):
     def num_kinds(self) -> int:
         """One statistic per level."""
         return self.depth
+
+    @property
+    def cached_model(self) -> None:
+        """Runs no model."""
+        return None
 
     def prior_rates(self) -> np.ndarray:
         """Full trust: a script knows what it does."""

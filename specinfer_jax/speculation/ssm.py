@@ -22,7 +22,7 @@ from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache, commit, read_first
 from specinfer_jax.models.transformer import forward, vocabulary_logits
 from specinfer_jax.notation import LayerKV
-from specinfer_jax.speculation.speculator import Context, Draft, drop_unwanted
+from specinfer_jax.speculation.speculator import CachedModel, Context, Draft, drop_unwanted
 from specinfer_jax.tree.expand import Expansion
 from specinfer_jax.tree.token_tree import TokenTree
 
@@ -60,6 +60,11 @@ class SsmSpeculator:
     def num_kinds(self) -> int:
         """(level, child rank)."""
         return sum(self.expansion.widths)
+
+    @property
+    def cached_model(self) -> CachedModel:
+        """The SSM."""
+        return CachedModel(self.config, self.max_len)
 
     def _kinds(self) -> np.ndarray:
         level_start = np.concatenate([[0, 0], np.cumsum(self.expansion.widths)[:-1]])

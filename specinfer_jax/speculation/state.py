@@ -1,0 +1,127 @@
+"""What the decode step works on: its static program, its device state, and the record of one step."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from specinfer_jax.models.config import ModelConfig
+from specinfer_jax.models.kv_cache import KVCache
+from specinfer_jax.models.transformer import Params
+from specinfer_jax.speculation.speculator import Speculator, SpeculatorState
+from specinfer_jax.speculation.verifier import Verdict
+from specinfer_jax.tree.token_tree import ROW_BUCKETS, TokenTree
+
+RUNNING, STOPPED, LENGTH = 0, 1, 2
+"""Values of `DecodeState.finish_B`: still decoding; a stop token was committed; the limit was reached."""
+
+
+class StepStats(NamedTuple):
+    """Counters of every slot's request; kept tokens only."""
+
+    steps_BJ: Int[Array, "B J"]
+    """LLM passes by row bucket."""
+    proposed_BA: Int[Array, "B A"]
+    """Entry d: steps whose verified tree reached depth d (entry 0: all steps)."""
+    accepted_BA: Int[Array, "B A"]
+    """Entry d: steps in which at least d nodes were accepted and kept (entry 0: all steps)."""
+    proposed_BM: Int[Array, "B M"]
+    """Verified nodes by speculator that proposed them."""
+    accepted_BM: Int[Array, "B M"]
+    """Accepted and kept nodes by speculator that proposed them."""
+
+
+class DecodeState(NamedTuple):
+    """All device state of the slots; donated to every step."""
+
+    token_BS: Int[Array, "B S"]
+    """Prompt and committed tokens."""
+    committed_B: Int[Array, " B"]
+    """Number of those tokens."""
+    prompt_len_B: Int[Array, " B"]
+    """Tokens of the prompt."""
+    limit_B: Int[Array, " B"]
+    """Tokens at which the request ends with reason length."""
+    active_B: Bool[Array, " B"]
+    """The slot decodes a request."""
+    finish_B: Int[Array, " B"]
+    """RUNNING, STOPPED or LENGTH."""
+    is_stop_BV: Bool[Array, "B V"]
+    """Token ids that end the slot's request."""
+    cache: KVCache
+    """The LLM's cache; between steps its length is committed - 1."""
+    speculators: tuple[SpeculatorState, ...]
+    """State of every speculator (an SSM's cache)."""
+    rate_BJ: Float[Array, "B J"]
+    """Running acceptance rates of all kinds of nodes, speculators side by side."""
+    stats: StepStats
+    """Counters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepProgram:
+    """Static description of a step: what is compiled."""
+
+    llm: ModelConfig
+    """The verifying model."""
+    speculators: tuple[Speculator, ...] = ()
+    """Proposers; their trees are merged. None: incremental decoding."""
+    adaptive: bool = True
+    """Let the acceptance gate cut or skip trees; False verifies every tree whole."""
+    max_rows: int = 128
+    """With the gate: rows of the largest pass, root included; of larger trees the likeliest nodes are kept."""
+    implementation: str | None = None
+    """Attention kernel; None picks."""
+
+    @property
+    def num_rows(self) -> int:
+        """The root and every node that can be proposed."""
+        return 1 + sum(s.num_nodes for s in self.speculators)
+
+    @property
+    def path_len(self) -> int:
+        """A: longest path, root included."""
+        return 1 + max((s.depth for s in self.speculators), default=0)
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Row counts compiled: the smallest that holds the whole tree, and with the gate those on the way."""
+        rows = min(self.num_rows, self.max_rows) if self.adaptive else self.num_rows
+        whole = next((bucket for bucket in ROW_BUCKETS if bucket >= rows), rows)
+        if not self.adaptive:
+            return (1, whole) if whole > 1 else (1,)
+        return (*(rows for rows in ROW_BUCKETS if rows < whole and rows != 2), whole)
+
+    @property
+    def num_kinds(self) -> int:
+        """Acceptance statistics of all speculators."""
+        return sum(s.num_kinds for s in self.speculators)
+
+    def prior_rates(self) -> np.ndarray:
+        """float32 `[num_kinds]`."""
+        return np.concatenate([np.zeros(0, np.float32), *(s.prior_rates() for s in self.speculators)])
+
+
+class DecodeParams(NamedTuple):
+    """Parameters of the LLM and, in the order of the speculators, of the SSMs."""
+
+    llm: Params
+    """The LLM's."""
+    speculators: tuple[Any, ...] = ()
+    """One entry per speculator; `()` for those without parameters."""
+
+
+class StepTrace(NamedTuple):
+    """What one step did, for drawing and debugging."""
+
+    tree: TokenTree
+    """The whole proposal of every slot, rows that were cut before verification included."""
+    verified_rows: Int[Array, ""]
+    """How many of its rows the LLM saw."""
+    source_BN: UInt32[Array, "B N"]
+    """Bit m: speculator m proposed this node. 0 for root and padding."""
+    verdict: Verdict
+    """The accepted path and the bonus token."""
+    kept_B: Int[Array, " B"]
+    """Tokens committed; fewer than accepted + 1 where a stop token or the limit came first."""
