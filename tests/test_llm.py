@@ -140,6 +140,16 @@ def test_speculation_changes_nothing_but_the_steps(model: Model, llm: LLM) -> No
     assert all(output.stats.tokens_per_step > 3 for output in outputs if output.stats)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_runs_through_trees_of_an_ssm(tmp_path: Path, dtype: str) -> None:
+    folder = tiny_model.write_folder(tmp_path / "model")
+    llm = LLM(folder, dtype=dtype, speculation=Speculation(ssms=[folder], tree="2,1", ngram=True), max_model_len=32)
+    assert llm.model.params["head"]["norm"]["scale"].dtype == jnp.dtype(dtype)
+    assert llm.engine.params.llm is llm.engine.params.speculators[0]  # named twice, loaded once
+    [output] = llm.generate("the cat", SHORT)
+    assert len(output.token_ids) == 8
+
+
 def test_first_layers_share_their_arrays(model: Model) -> None:
     short = model.first_layers(1)
     assert short.params["layers_0"] is model.params["layers_0"]
