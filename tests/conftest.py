@@ -1,8 +1,10 @@
 """Every test runs on 8 fake CPU devices, with shapes checked, rank promotion an error and warnings as errors."""
 
 import os
+import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tiny models: compiling takes far longer than running, so the compiler's optimisers are off.
@@ -23,10 +25,19 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@pytest.hookimpl(trylast=True)  # behind pytest's own hook for such exceptions
 def pytest_configure(config: pytest.Config) -> None:
     # `error` for everything: a warning is a fault of ours until it is named below with its reason.
     config.addinivalue_line("filterwarnings", "error")
     warnings.filterwarnings("error")
+    passed_on = sys.unraisablehook
+
+    def report(unraisable: Any) -> None:
+        # After a failed read (damaged checkpoints) tensorstore's threads still report to orbax's closed event loop.
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            passed_on(unraisable)
+
+    sys.unraisablehook = report
 
 
 @pytest.fixture(scope="session")
