@@ -100,7 +100,7 @@ def _table(result: "BenchResult") -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     by_category = any(row.category is not None for row in result.rows)
     if by_category:
-        table.add_column("prompts", overflow="fold")
+        table.add_column("prompts", overflow="fold", min_width=14)
     table.add_column("mode", no_wrap=True)
     for heading in ("tok/step", "tok/s", "speed-up", "range", "equal ids"):
         table.add_column(heading, justify="right", no_wrap=True)
