@@ -97,7 +97,7 @@ def _headline(result: "BenchResult") -> str:
 
 
 def _table(result: "BenchResult") -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     by_category = any(row.category is not None for row in result.rows)
     if by_category:
         table.add_column("prompts", overflow="fold", min_width=14)
