@@ -46,17 +46,6 @@ class RequestStats:
         pairs = zip(self.accepted_by_position, self.proposed_by_position, strict=True)
         return [accepted / proposed if proposed else None for accepted, proposed in pairs]
 
-    @property
-    def conditional_acceptance_by_position(self) -> list[float | None]:
-        """Share of steps that kept position d + 1 among those that kept position d and proposed further."""
-        result: list[float | None] = []
-        previous = None
-        for accepted, proposed in zip(self.accepted_by_position, self.proposed_by_position, strict=True):
-            reached = proposed if previous is None else min(previous, proposed)
-            result.append(accepted / reached if reached else None)
-            previous = accepted
-        return result
-
 
 def total(stats: Sequence[RequestStats]) -> RequestStats:
     """Sum of several requests' counters; positions and speculators are matched up."""

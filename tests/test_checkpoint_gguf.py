@@ -26,9 +26,9 @@ from hypothesis import strategies as st
 
 from specinfer_jax.checkpoint.gguf import SUPPORTED_TYPES
 from specinfer_jax.checkpoint.gguf_header import open_gguf, read_metadata
-from specinfer_jax.checkpoint.known_models import DEFAULT_MODEL
 from specinfer_jax.checkpoint.load import LoadedModel, load_model, read_config
 from specinfer_jax.checkpoint.resolve import resolve
+from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import CheckpointError, ConfigError
 from specinfer_jax.models.config import RopeConfig
 

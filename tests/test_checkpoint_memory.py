@@ -13,9 +13,9 @@ from checkpoint_cases import llama_config, random_tensors, write_gguf, write_hf_
 from gguf.constants import GGMLQuantizationType
 
 from specinfer_jax.checkpoint import orbax_io
-from specinfer_jax.checkpoint.known_models import DEFAULT_MODEL
 from specinfer_jax.checkpoint.load import load_model
 from specinfer_jax.checkpoint.resolve import resolve
+from specinfer_jax.config import DEFAULT_MODEL
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
 

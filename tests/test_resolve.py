@@ -14,8 +14,9 @@ from checkpoint_cases import llama_config, write_gguf, write_hf_folder
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from specinfer_jax.checkpoint import resolve
-from specinfer_jax.checkpoint.known_models import DEFAULT_MODEL, KNOWN_MODELS
+from specinfer_jax.checkpoint.known_models import KNOWN_MODELS
 from specinfer_jax.checkpoint.load import load_model
+from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import CheckpointError, ModelNotFoundError
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from specinfer_jax.config import DEFAULT_MODEL
+
 
 @dataclasses.dataclass(frozen=True)
 class KnownModel:
@@ -33,8 +35,6 @@ class KnownModel:
         """Name of the model file in the cache folder."""
         return self.member.rpartition("/")[2]
 
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
 
 KNOWN_MODELS = {
     model.name: model
