@@ -8,6 +8,10 @@ margin between the two largest logits at the first differing step: under float32
 choice whose margin is below the rounding, and nothing else may. transformers, which reads the same file and gets the
 same prompt ids, may leave the incremental ids only from a step on whose margin is small.
 
+With `--temperature 1` every prompt gets a seed of its own. Trees are verified by naive sampling, whose draws are keyed
+by position, so the ids must be those of incremental decoding with the same seed; margins are then those of the logits
+with the draw's noise on them.
+
 Ends with status 1 if anything differs that rounding does not explain.
 """
 
@@ -31,12 +35,14 @@ from specinfer_jax import LLM, Model, SamplingParams, Speculation
 from specinfer_jax.assemble import open_model
 from specinfer_jax.checkpoint.resolve import resolve
 from specinfer_jax.config import DEFAULT_MODEL
-from specinfer_jax.errors import SpecInferError
+from specinfer_jax.errors import SamplingError, SpecInferError
 from specinfer_jax.metrics import total
 from specinfer_jax.models.kv_cache import init_cache
 from specinfer_jax.models.transformer import forward, vocabulary_logits
 from specinfer_jax.outputs import RequestOutput
 from specinfer_jax.prompts import read_prompts
+from specinfer_jax.sampling_params import GREEDY
+from specinfer_jax.speculation.randomness import Role, gumbel, keys_at, request_key
 
 SELF_MARGIN, TRANSFORMERS_MARGIN = 1e-4, 1e-3
 """Margins below which a different choice counts as rounding, against ourselves and against transformers."""
@@ -99,8 +105,13 @@ def speculations(model: Model, ssm_layers: int) -> dict[str, Speculation]:
     }
 
 
-def plain_margin(model: Model, prompt: Sequence[int], continuation: Sequence[int]) -> float:
-    """Difference of the two largest logits behind the continuation, in one pass without a cache."""
+def plain_margin(
+    model: Model, prompt: Sequence[int], continuation: Sequence[int], params: SamplingParams = GREEDY
+) -> float:
+    """Difference of the two largest logits behind the continuation, in one pass without a cache.
+
+    At a temperature, of the logits with the noise of the token's draw, `temperature * Gumbel`, added.
+    """
     ids = [*prompt, *continuation]
     config, dtype = model.config, model.params["embed"]["embedding"].dtype
     cache = init_cache(config, num_slots=1, max_model_len=1, page_size=1, dtype=dtype)
@@ -115,7 +126,15 @@ def plain_margin(model: Model, prompt: Sequence[int], continuation: Sequence[int
         )  # fmt: skip
         return vocabulary_logits(params, x_DT[:, -1:], config=config)[:, 0]
 
-    return margins_of(np.asarray(last_logits(model.params))[None])[0]
+    logits_1V = np.asarray(last_logits(model.params))[None]
+    if not params.is_greedy:
+        seed = jnp.asarray(divmod(params.seed or 0, 2**32), jnp.uint32)
+        key_B2 = request_key(seed, jnp.int32(0))[None]
+        key_B = keys_at(key_B2, jnp.asarray([len(ids)], jnp.int32), Role.TOKEN)
+        vocab_size = min(model.tokenizer.vocab_size, config.vocab_size)
+        noise_1V = np.asarray(gumbel(key_B, vocab_size))
+        logits_1V = logits_1V[:, :vocab_size] + params.temperature * noise_1V
+    return margins_of(logits_1V)[0]
 
 
 def margins_of(logits_TV: np.ndarray) -> list[float]:
@@ -125,15 +144,19 @@ def margins_of(logits_TV: np.ndarray) -> list[float]:
 
 
 def check_modes(
-    model: Model, prompts: Sequence[list[int]], *, max_tokens: int, ssm_layers: int, max_model_len: int
-) -> tuple[list[ModeRow], list[Difference], list[list[int]]]:
+    model: Model, prompts: Sequence[list[int]], *, max_tokens: int, ssm_layers: int, max_model_len: int,
+    temperature: float = 0.0,
+) -> tuple[list[ModeRow], list[Difference], list[list[int]]]:  # fmt: skip
     """Rows of incremental decoding and of every speculative mode, what differs, and the incremental ids."""
 
     def outputs(speculation: Speculation) -> list[RequestOutput]:
         # The last `LLM` is gone before the next one allocates its caches.
         llm = LLM(model, speculation=speculation, dtype="float32", max_model_len=max_model_len)
-        return llm.generate(prompts, SamplingParams(max_tokens=max_tokens))
+        return llm.generate(prompts, params)
 
+    params = [
+        SamplingParams(temperature=temperature, seed=number, max_tokens=max_tokens) for number in range(len(prompts))
+    ]
     plain = outputs(Speculation.off())
     expected = [output.token_ids for output in plain]
     rows, differences = [mode_row("incremental", plain, [])], []
@@ -143,7 +166,7 @@ def check_modes(
         for number, (prompt, ids, output) in enumerate(zip(prompts, expected, found, strict=True)):
             step = first_difference(ids, output.token_ids)
             if step is not None:
-                margin = plain_margin(model, prompt, ids[:step])
+                margin = plain_margin(model, prompt, ids[:step], params[number])
                 new.append(_difference(mode, number, step, ids, output.token_ids, margin))
         rows.append(mode_row(mode, found, new))
         differences += new
@@ -233,6 +256,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--limit", type=int, help="prompts from the start of the file; all without it")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="name, folder or .gguf file")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; above it prompt i has seed i")
     parser.add_argument("--ssm-layers", type=int, default=2, help="layers of the model that the third mode drafts with")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--against", choices=["transformers"], help="compare the incremental ids with this as well")
@@ -243,6 +267,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, print, write; 1 if something differs that rounding does not explain."""
     options = parse_arguments(arguments)
+    if options.against is not None and options.temperature > 0:
+        raise SamplingError("transformers draws with other random numbers; compare with it at temperature 0")
     path = resolve(options.model)
     model = open_model(path, dtype=jnp.dtype(jnp.float32))
     entries = read_prompts(options.prompts, limit=options.limit)
@@ -253,6 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_tokens=options.max_tokens,
         ssm_layers=options.ssm_layers,
         max_model_len=options.max_model_len,
+        temperature=options.temperature,
     )
     if options.against == "transformers":
         row, more = check_transformers(path, prompts, expected)
@@ -264,6 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "model": path.name,
             "prompts": len(prompts),
             "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
             "rows": [dataclasses.asdict(row) for row in rows],
             "differences": [dataclasses.asdict(difference) for difference in differences],
         }

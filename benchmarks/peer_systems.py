@@ -43,7 +43,7 @@ class SpecInfer:
 
     def generate(self, prompt_ids: Sequence[int], num_tokens: int) -> list[int]:
         """One request, in bursts on the device."""
-        params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         return self._llm.generate([list(prompt_ids)], params)[0].token_ids
 
 

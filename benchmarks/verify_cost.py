@@ -29,8 +29,11 @@ from specinfer_jax.errors import ConfigError, SpecInferError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache
 from specinfer_jax.models.transformer import Params, forward, vocabulary_logits
+from specinfer_jax.sampling_params import GREEDY, SamplingParams
+from specinfer_jax.serving.request import EngineRequest, admission
 from specinfer_jax.speculation.decode import burst
 from specinfer_jax.speculation.gate import StepCosts
+from specinfer_jax.speculation.rules import NAIVE
 from specinfer_jax.speculation.slots import admit, init_state, prefill_chunk
 from specinfer_jax.speculation.speculator import Context, ScriptedSpeculator
 from specinfer_jax.speculation.state import DecodeParams, DecodeState, StepProgram
@@ -66,7 +69,7 @@ class VerifyCost:
         self._max_model_len, self._dtype = max_model_len, dtype
         self._plain = StepProgram(config)
         self._cache: KVCache | None = self._new_state(self._plain).cache
-        self._bursts: dict[int, Callable[..., DecodeState]] = {}
+        self._bursts: dict[StepProgram, Callable[..., DecodeState]] = {}
         self._empty: dict[int, DecodeState] = {}
         self._token_S = np.random.default_rng(0).integers(0, config.vocab_size, max_model_len).astype(np.int32)
 
@@ -76,19 +79,21 @@ class VerifyCost:
         state = self._admitted(self._plain, context)
         state = state._replace(cache=state.cache._replace(length_B=jnp.zeros((1,), jnp.int32)))
         for _ in range(-(-context // PREFILL_CHUNK)):
-            state = prefill(DecodeParams(self._params), state, jnp.int32(0))
+            state, _ = prefill(DecodeParams(self._params), state, jnp.int32(0))
         self._cache = state.cache
 
-    def seconds(self, nodes: int, context: int, *, steps: int) -> float:
+    def seconds(
+        self, nodes: int, context: int, *, steps: int, sampling: SamplingParams = GREEDY, verification: str = NAIVE
+    ) -> float:
         """Seconds of one step that verifies `nodes` rows behind `context` cached tokens, the mean of one burst."""
-        program = tree_program(self._config, nodes)
-        if nodes not in self._bursts:
-            self._bursts[nodes] = jax.jit(functools.partial(burst, program=program), donate_argnums=1)
+        program = tree_program(self._config, nodes, verification)
+        if program not in self._bursts:
+            self._bursts[program] = jax.jit(functools.partial(burst, program=program), donate_argnums=1)
         params = DecodeParams(self._params, ((),) * len(program.speculators))
         costs = StepCosts(jnp.ones(len(program.buckets), jnp.float32), jnp.zeros(len(program.speculators), jnp.float32))
-        state = jax.block_until_ready(self._admitted(program, context))
+        state = jax.block_until_ready(self._admitted(program, context, sampling))
         began = time.perf_counter()
-        state = jax.block_until_ready(self._bursts[nodes](params, state, costs, jnp.int32(steps)))
+        state = jax.block_until_ready(self._bursts[program](params, state, costs, jnp.int32(steps)))
         elapsed = time.perf_counter() - began
         passes = np.asarray(state.stats.steps_BJ)[0]
         if passes[-1] != steps:
@@ -142,17 +147,16 @@ class VerifyCost:
             program, num_slots=1, max_model_len=self._max_model_len, page_size=PAGE_SIZE, dtype=self._dtype
         )
 
-    def _admitted(self, program: StepProgram, context: int) -> DecodeState:
+    def _admitted(self, program: StepProgram, context: int, sampling: SamplingParams = GREEDY) -> DecodeState:
         """A request whose first `context` tokens are in the shared cache, with room for more; takes the cache."""
         assert self._cache is not None
         cache, self._cache = self._cache, None
         if program.num_rows not in self._empty:  # kept on the host and without a cache: a burst donates its state
             self._empty[program.num_rows] = jax.device_get(self._new_state(program)._replace(cache=()))
         state = jax.tree.map(jnp.asarray, self._empty[program.num_rows])._replace(cache=cache)
-        state = _ADMIT(
-            state, jnp.int32(0), jnp.asarray(self._token_S), jnp.int32(context + 1), jnp.int32(self._max_model_len),
-            jnp.zeros((self._config.vocab_size,), bool), program=program,
-        )  # fmt: skip
+        request = EngineRequest(self._token_S[: context + 1].tolist(), self._max_model_len, frozenset(), sampling)
+        arrays = admission(request, max_model_len=self._max_model_len, vocab_size=program.vocab_size)
+        state = _ADMIT(state, jnp.int32(0), arrays, program=program)
         return state._replace(cache=state.cache._replace(length_B=jnp.full((1,), context, jnp.int32)))
 
 
@@ -164,10 +168,10 @@ def tree_shape(nodes: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 @functools.cache  # the same program every time: it is a static argument, and a new one would be compiled again
-def tree_program(config: ModelConfig, nodes: int) -> StepProgram:
+def tree_program(config: ModelConfig, nodes: int, verification: str = NAIVE) -> StepProgram:
     """A step whose every pass verifies exactly `nodes` rows."""
     if nodes == 1:
-        return StepProgram(config)
+        return StepProgram(config, verification=verification)
     parent_N, depth_N = tree_shape(nodes)
 
     def script(params: Any, context: Context) -> TokenTree:
@@ -180,7 +184,8 @@ def tree_program(config: ModelConfig, nodes: int) -> StepProgram:
             valid_BN=jnp.ones(shape, bool),
         )
 
-    return StepProgram(config, (ScriptedSpeculator(script, nodes - 1, int(depth_N[-1])),), adaptive=False)
+    speculator = ScriptedSpeculator(script, nodes - 1, int(depth_N[-1]))
+    return StepProgram(config, (speculator,), adaptive=False, verification=verification)
 
 
 def median_seconds(run: Callable[[], Any], *, repeats: int) -> float:

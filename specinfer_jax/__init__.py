@@ -2,7 +2,7 @@
 
 from specinfer_jax import LLM, SamplingParams
 
-print(LLM().generate("The capital of France is", SamplingParams(max_tokens=32))[0].text)
+print(LLM().generate("The capital of France is", SamplingParams(temperature=0, max_tokens=32))[0].text)
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,6 @@
 """From a user's choices to what the engine runs: models, tokenizers, speculators, limits."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specinfer_jax.checkpoint.load import LoadedModel, load_model
 from specinfer_jax.checkpoint.resolve import resolve
@@ -15,6 +17,7 @@ from specinfer_jax.errors import ConfigError, SpeculationError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import cache_bytes
 from specinfer_jax.speculation.ngram import NgramSpeculator
+from specinfer_jax.speculation.rules import exact_pair
 from specinfer_jax.speculation.speculator import Speculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
 from specinfer_jax.speculation.state import DecodeParams, StepProgram
@@ -45,11 +48,31 @@ class Model(NamedTuple):
         """The same model cut off after its first layers, sharing all arrays; a cheap SSM to experiment with."""
         if not 1 <= num_layers <= self.config.num_layers:
             raise ConfigError(f"num_layers must lie between 1 and {self.config.num_layers}, got {num_layers}")
-        kept = {f"layers_{l}" for l in range(num_layers)} | {"embed", "head"}
+        kept = {f"layers_{l}" for l in range(num_layers)} | {"embed", "head", "output_ids"}
         return self._replace(
-            config=ModelConfig(**{**vars(self.config), "num_layers": num_layers}),
+            config=dataclasses.replace(self.config, num_layers=num_layers),
             params={name: value for name, value in self.params.items() if name in kept},
             location=f"first {num_layers} layers of {self.location}",
+        )
+
+    def with_reduced_head(self, token_ids: Sequence[int]) -> "Model":
+        """The same model with a head for these ids alone: a cheaper SSM that proposes nothing else.
+
+        Raises:
+          ConfigError: no ids, ids outside the vocabulary, or an id twice.
+        """
+        ids, V = np.asarray(token_ids), self.config.vocab_size
+        if ids.size == 0 or len(set(ids.tolist())) != ids.size or ids.min() < 0 or ids.max() >= V:
+            raise ConfigError(f"token_ids must be different ids between 0 and {V - 1}, at least one")
+        if self.config.output_vocab_size is not None:
+            raise ConfigError("the model's head is reduced already")
+        head = dict(self.params["head"])
+        full_VE = self.params["embed"]["embedding"] if self.config.tied_head else head["kernel"]
+        head["kernel"] = full_VE[ids]
+        return self._replace(
+            config=dataclasses.replace(self.config, tied_head=False, output_vocab_size=ids.size),
+            params={**self.params, "head": head, "output_ids": jnp.asarray(ids, jnp.int32)},
+            location=f"{self.location} with a head of {ids.size} ids",
         )
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -100,21 +123,27 @@ def build_program(llm: Model, speculation: Speculation, *, dtype: jnp.dtype) -> 
     Raises:
       SpeculationError: a tree does not parse or is too large, or an SSM's vocabulary is not the LLM's.
     """
+    vocab_limit = min(llm.tokenizer.vocab_size, llm.config.vocab_size)  # what no tokenizer knows is padding
     if not speculation.enabled:
-        return StepProgram(llm.config), DecodeParams(llm.params)
+        return StepProgram(llm.config, vocab_limit=vocab_limit), DecodeParams(llm.params)
+    children, verification = exact_pair(speculation.children, speculation.verification)
     speculators: list[Speculator] = []
     params: list[Any] = []
     if speculation.tree is not None and not speculation.ssms:
         raise SpeculationError("a tree of children per level needs an SSM: give ssms=[...] as well")
     for number, ssm in enumerate(_open_ssms(llm, speculation.ssms, dtype)):
         name = "ssm" if len(speculation.ssms) == 1 else f"ssm{number + 1}"
-        speculators.append(_ssm_speculator(llm, ssm, speculation.tree or DEFAULT_TREE, name))
+        speculator = _ssm_speculator(llm, ssm, speculation.tree or DEFAULT_TREE, name)
+        speculators.append(dataclasses.replace(speculator, children=children, number=number))
         params.append(ssm.params)
     if speculation.uses_ngram:
         speculators.append(NgramSpeculator())
         params.append(())
     max_rows = CPU_MAX_ROWS if jax.devices()[0].platform == "cpu" else DEVICE_MAX_ROWS
-    program = StepProgram(llm.config, tuple(speculators), adaptive=speculation.adaptive, max_rows=max_rows)
+    program = StepProgram(
+        llm.config, tuple(speculators), adaptive=speculation.adaptive, max_rows=max_rows,
+        verification=verification, vocab_limit=vocab_limit,
+    )  # fmt: skip
     if program.buckets[-1] > MAX_TREE_NODES + 1:
         raise SpeculationError(
             f"the speculators together propose up to {program.num_rows - 1} nodes; at most {MAX_TREE_NODES} fit into "
@@ -150,9 +179,8 @@ def _ssm_speculator(llm: Model, ssm: Model, tree: str, name: str) -> SsmSpeculat
         expansion=parse_expansion(tree),
         max_len=choose_max_model_len(ssm.config, None),
         # What only one side has is padding: the LLM could never have produced it as text.
-        vocab_limit=min(
-            llm.tokenizer.vocab_size, ssm.tokenizer.vocab_size, llm.config.vocab_size, ssm.config.vocab_size
-        ),
+        vocab_limit=ssm.config.output_vocab_size
+        or min(llm.tokenizer.vocab_size, ssm.tokenizer.vocab_size, llm.config.vocab_size, ssm.config.vocab_size),
         name=name,
     )
 

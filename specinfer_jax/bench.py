@@ -108,12 +108,12 @@ class _Measured(NamedTuple):
 
 
 def run_bench(
-    model: "Model", prompts: Sequence[PromptEntry], *, speculation: Speculation, max_tokens: int = 64,
+    model: "Model", prompts: Sequence[PromptEntry], *, speculation: Speculation, max_tokens: int | None = 64,
     repeats: int = 3, chat: bool | None = None, by_category: bool = False, dtype: str = "auto",
     max_model_len: int | None = None, max_num_seqs: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, all: None,
 ) -> BenchResult:  # fmt: skip
-    """Decode every prompt in every mode, the modes in turn, prompt by prompt.
+    """Decode every prompt greedily in every mode, the modes in turn, prompt by prompt.
 
     Sequence speculation gets the same speculators one child wide; of several, the chain that turned out fastest.
     Weights are shared by all modes; compilation and a first pass come before the clock starts.
@@ -122,7 +122,7 @@ def run_bench(
       model: a loaded LLM.
       prompts: texts, shorter than the context.
       speculation: who proposes trees.
-      max_tokens: tokens per prompt; fewer where the model ends its answer.
+      max_tokens: tokens per prompt, fewer where the model ends its answer; None: up to the context's end.
       repeats: times that all is measured.
       chat: wrap prompts as user messages; None: if the model has a chat template.
       by_category: rows for every category too.
@@ -138,7 +138,7 @@ def run_bench(
     if repeats < 1:
         raise ConfigError(f"repeats must be at least 1, got {repeats}")
     chat = model.tokenizer.chat_template is not None if chat is None else chat
-    sampling = SamplingParams(max_tokens=max_tokens)
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
     encoded = [_encode(model, entry.prompt, chat) for entry in prompts]
     contenders = _contenders(model, speculation, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
     engine = contenders[0].engine
@@ -222,10 +222,11 @@ def _blocks(prompts: Sequence[PromptEntry], size: int, by_category: bool) -> lis
 def _measure(
     engine: "Engine", model: "Model", block: _Block, encoded: Sequence[list[int]], sampling: SamplingParams
 ) -> _Measured:
-    from specinfer_jax.serving.engine import EngineRequest
+    from specinfer_jax.serving.request import EngineRequest
 
     stop_ids = model.stop_ids(sampling)
-    requests = [EngineRequest(encoded[i], sampling.max_tokens, stop_ids) for i in block.prompts]
+    max_tokens = sampling.max_tokens or engine.max_model_len
+    requests = [EngineRequest(encoded[i], max_tokens, stop_ids, sampling) for i in block.prompts]
     ids: list[list[int]] = [[] for _ in requests]
     stats: list[RequestStats] = []
     began = time.perf_counter()

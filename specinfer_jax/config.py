@@ -16,90 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specinfer_jax.errors import ConfigError, SamplingError
+from specinfer_jax.errors import ConfigError
+from specinfer_jax.sampling_params import GREEDY, SamplingParams
+from specinfer_jax.speculation.rules import exact_pair
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 DEFAULT_TREE = "1,1,3,1,1"
 """Expansion of a single SSM's tree where none is asked for."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How one request's tokens are chosen and when it ends; fields as in vLLM.
-
-    This version decodes greedily: a field that would need sampling, and every other one not listed as supported, is
-    refused by name unless it has its neutral value.
-    """
-
-    max_tokens: int = 16
-    """Most tokens generated."""
-    temperature: float | int = 0.0
-    """0 is greedy decoding; nothing else is supported yet."""
-    stop_token_ids: Sequence[int] = ()
-    """Ids that end the request besides the model's own."""
-    ignore_eos: bool = False
-    """Go on behind the model's own end-of-sequence ids."""
-    skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
-    top_k: int = 0
-    """Neutral value only."""
-    top_p: float | int = 1.0
-    """Neutral value only."""
-    min_p: float | int = 0.0
-    """Neutral value only."""
-    presence_penalty: float | int = 0.0
-    """Neutral value only."""
-    frequency_penalty: float | int = 0.0
-    """Neutral value only."""
-    repetition_penalty: float | int = 1.0
-    """Neutral value only."""
-    min_tokens: int = 0
-    """Neutral value only."""
-    n: int = 1
-    """Neutral value only."""
-    seed: int | None = None
-    """Greedy decoding draws nothing; any seed gives the same tokens."""
-    stop: Sequence[str] | str | None = None
-    """Neutral value only."""
-    logprobs: int | None = None
-    """Neutral value only."""
-    prompt_logprobs: int | None = None
-    """Neutral value only."""
-    logit_bias: Any = None
-    """Neutral value only."""
-    allowed_token_ids: Any = None
-    """Neutral value only."""
-    bad_words: Any = None
-    """Neutral value only."""
-    include_stop_str_in_output: bool = False
-    """Neutral value only."""
-
-    def __post_init__(self) -> None:
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise SamplingError(f"max_tokens must be a whole number of at least 1, got {self.max_tokens!r}")
-        if not isinstance(self.temperature, int | float) or self.temperature != 0:
-            raise SamplingError(
-                f"temperature={self.temperature!r} is not supported yet: this version decodes greedily; leave it at 0"
-            )
-        if isinstance(self.stop_token_ids, int | str) or self.stop_token_ids is None:
-            raise SamplingError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in self.stop_token_ids):
-            raise SamplingError(f"stop_token_ids must be token ids of at least 0, got {list(self.stop_token_ids)}")
-        for name, neutral in _NEUTRAL.items():
-            value = getattr(self, name)
-            if value not in neutral:
-                raise SamplingError(f"{name}={value!r} is not supported yet; leave it at {neutral[0]!r}")
-
-
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "top_k": (0, -1), "top_p": (1.0,), "min_p": (0.0,), "presence_penalty": (0.0,), "frequency_penalty": (0.0,),
-    "repetition_penalty": (1.0,), "min_tokens": (0,), "n": (1,), "stop": (None, (), [], ""), "logprobs": (None,),
-    "prompt_logprobs": (None,), "logit_bias": (None, {}), "allowed_token_ids": (None,), "bad_words": (None, [], ()),
-    "include_stop_str_in_output": (False,),
-}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +37,14 @@ class Speculation:
     """Children per node and level of each SSM's tree, such as "1,1,3,1,1"; None takes the default."""
     ngram: bool | None = None
     """Propose what followed earlier occurrences of the last tokens; None: if there is no SSM."""
+    children: str | None = None
+    """How an SSM's children are chosen at a temperature: "top_k", "iid" or "without_replacement"; None picks."""
+    verification: str | None = None
+    """How they are verified at a temperature: "naive", "mss", "mss_renormalized", or "greedy" (temperature 0 only);
+    None picks. Pairs that would change the LLM's distribution are refused (speculation/rules.py)."""
     adaptive: bool = True
-    """Cut or skip trees that would cost more than they are expected to gain; False verifies every tree whole."""
+    """Cut or skip trees that would cost more than they are expected to gain; False verifies every tree whole, as
+    "mss" and "mss_renormalized" do at a temperature in any case."""
     enabled: bool = True
     """False is incremental decoding, whatever else is set."""
 
@@ -123,6 +54,7 @@ class Speculation:
         object.__setattr__(self, "ssms", tuple(self.ssms))
         if self.tree is not None and not isinstance(self.tree, str):
             raise ConfigError(f'tree must be a string such as "1,1,3,1,1", got {self.tree!r}')
+        exact_pair(self.children, self.verification)
 
     @classmethod
     def off(cls) -> "Speculation":
@@ -149,8 +81,8 @@ class LLMConfig:
     """Requests that decode side by side; None: 1 on CPU, 8 elsewhere."""
     speculation: Speculation = Speculation()
     """Speculators."""
-    sampling: SamplingParams = SamplingParams()
-    """Defaults of the requests."""
+    sampling: SamplingParams = GREEDY
+    """Of the command line's requests, which are greedy unless a temperature is set; `LLM` takes its own per call."""
     mesh: str = "data=1,model=1"
     """Devices by axis; this version runs on one device and refuses more."""
 

@@ -3,13 +3,15 @@
 from specinfer_jax import LLM, SamplingParams
 
 llm = LLM()                                            # the default model, n-gram trees
-out = llm.chat([{"role": "user", "content": "Name three rivers."}], SamplingParams(max_tokens=64))
+out = llm.chat([{"role": "user", "content": "Name three rivers."}], SamplingParams(temperature=0, max_tokens=64))
 print(out[0].text, out[0].stats.tokens_per_step)
 """
 
+import dataclasses
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,11 +19,15 @@ import numpy as np
 from specinfer_jax.assemble import PAGE_SIZE, Model, build_program, check_memory, choose_dtype, choose_max_model_len
 from specinfer_jax.assemble import open_model as _open_model
 from specinfer_jax.compile_cache import enable_compile_cache
+from specinfer_jax.completion import Completion
 from specinfer_jax.config import DEFAULT_MODEL, LLMConfig, SamplingParams, Speculation
 from specinfer_jax.errors import ConfigError, PromptError
+from specinfer_jax.metrics import total
 from specinfer_jax.outputs import CompletionOutput, RequestOutput, StreamOutput
-from specinfer_jax.serving.engine import Engine, EngineRequest
-from specinfer_jax.tokenizer import IncrementalDetokenizer, Tokenizer
+from specinfer_jax.serving.engine import Engine
+from specinfer_jax.serving.request import EngineRequest
+from specinfer_jax.tokenizer import Tokenizer
+from specinfer_jax.vocabulary import bad_sequences, check_token_ids
 
 Prompt = str | Sequence[Any] | np.ndarray | Mapping[str, Any]
 """Text, token ids, or vLLM's {"prompt": ...} / {"prompt_token_ids": [...]}."""
@@ -29,8 +35,15 @@ Messages = Sequence[Mapping[str, Any]]
 """A chat: {"role": ..., "content": ...} dicts."""
 
 
+class _Job(NamedTuple):
+    """One of the n continuations of a prompt."""
+
+    request: EngineRequest
+    completion: Completion
+
+
 class LLM:
-    """A model that decodes through token trees; its greedy output is the model's own, token for token."""
+    """A model that decodes through token trees; what it writes is the model's own."""
 
     def __init__(
         self, model: str | os.PathLike[str] | Model = DEFAULT_MODEL, *, speculation: Speculation | None = None,
@@ -85,14 +98,16 @@ class LLM:
 
         Args:
           prompts: one prompt or a list; a prompt is text or a list of token ids.
-          params: for all, or one per prompt; None takes the defaults.
+          params: for all, or one per prompt; None takes the defaults, which draw at temperature 1 as vLLM's do.
 
         Returns:
           One `RequestOutput` per prompt, in order. In a list, a prompt that is refused (empty, too long, unknown ids)
-          comes back with `finish_reason="error"` and `error`; the others are not affected.
+          comes back with `finish_reason="error"` and `error`, and so does one that fails later; the others are not
+          affected.
 
         Raises:
           PromptError: every prompt is refused.
+          SamplingError: parameters do not fit the model: ids outside its vocabulary, or more than it was made for.
         """
         batch = _as_batch(prompts)
         return self._finish([self._encode(prompt) for prompt in batch], _per_prompt(params, len(batch)))
@@ -108,24 +123,21 @@ class LLM:
         return self._finish([self._encode_chat(chat) for chat in batch], _per_prompt(params, len(batch)))
 
     def stream(self, prompt: Prompt | Messages, params: SamplingParams | None = None) -> Iterator[StreamOutput]:
-        """Continue one prompt, or answer one chat, piece by piece: one `StreamOutput` per step.
+        """Continue one prompt, or answer one chat, piece by piece: one `StreamOutput` per step and continuation.
 
         Raises:
           PromptError: the prompt is refused.
+          SamplingError: as for `generate`.
         """
         is_chat = not isinstance(prompt, str | Mapping) and bool(prompt) and isinstance(prompt[0], Mapping)
         encoded = self._encode_chat(prompt) if is_chat else self._encode(prompt)
         if isinstance(encoded, PromptError):
             raise encoded
-        return self._stream(encoded[1], params or SamplingParams())
+        return self._stream(self._jobs(encoded[1], *_per_prompt(params, 1)))
 
-    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[StreamOutput]:
-        detokenizer = IncrementalDetokenizer(self.tokenizer, skip_special_tokens=params.skip_special_tokens)
-        for progress in self.engine.run([self._request(ids, params)], stream=True):
-            text = detokenizer.push(progress.new_token_ids)
-            if progress.finish_reason is not None:
-                text += detokenizer.flush()
-            yield StreamOutput(text, progress.new_token_ids, progress.finish_reason, progress.stats)
+    def _stream(self, jobs: Sequence[_Job]) -> Iterator[StreamOutput]:
+        for progress in self.engine.run([job.request for job in jobs], stream=True):
+            yield jobs[progress.index].completion.add(progress)
 
     def _finish(
         self, encoded: Sequence[tuple[str | None, list[int]] | PromptError], params: Sequence[SamplingParams]
@@ -133,28 +145,36 @@ class LLM:
         errors = [entry for entry in encoded if isinstance(entry, PromptError)]
         if errors and len(errors) == len(encoded):
             raise errors[0]
-        outputs: dict[int, RequestOutput] = {
-            i: _refused(i, entry) for i, entry in enumerate(encoded) if isinstance(entry, PromptError)
-        }
-        accepted = [(i, entry) for i, entry in enumerate(encoded) if not isinstance(entry, PromptError)]
-        requests = [self._request(ids, params[i]) for i, (_, ids) in accepted]
-        token_ids: list[list[int]] = [[] for _ in requests]
-        for progress in self.engine.run(requests):
-            token_ids[progress.index] += progress.new_token_ids
-            if progress.finish_reason is None:
-                continue
-            i, (text, prompt_ids) = accepted[progress.index]
-            completion = self._completion(token_ids[progress.index], progress.finish_reason, params[i])
-            outputs[i] = RequestOutput(str(i), text, prompt_ids, [completion], progress.stats)
-        return [outputs[i] for i in range(len(encoded))]
+        jobs_of = [
+            [] if isinstance(entry, PromptError) else self._jobs(entry[1], own)
+            for entry, own in zip(encoded, params, strict=True)
+        ]
+        jobs = [job for group in jobs_of for job in group]
+        for progress in self.engine.run([job.request for job in jobs]):
+            jobs[progress.index].completion.add(progress)
+        return [
+            _refused(i, entry) if isinstance(entry, PromptError) else _finished(i, *entry, group)
+            for i, (entry, group) in enumerate(zip(encoded, jobs_of, strict=True))
+        ]
 
-    def _completion(self, ids: list[int], reason: str, params: SamplingParams) -> CompletionOutput:
-        text = self.tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        asked = reason == "stop" and ids[-1] in params.stop_token_ids
-        return CompletionOutput(0, text, ids, reason, ids[-1] if asked else None)
-
-    def _request(self, ids: list[int], params: SamplingParams) -> EngineRequest:
-        return EngineRequest(ids, params.max_tokens, self.model.stop_ids(params))
+    def _jobs(self, ids: list[int], params: SamplingParams) -> list[_Job]:
+        """The n continuations of a prompt."""
+        vocab_size = self.model.config.vocab_size
+        check_token_ids(params, vocab_size=vocab_size)
+        banned = bad_sequences(params, self.tokenizer, vocab_size=vocab_size)
+        end_ids = self.model.stop_ids(params)
+        max_tokens = self.max_model_len - len(ids) if params.max_tokens is None else params.max_tokens
+        seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
+        # The prompt is the same for all, so its log-probabilities are measured once.
+        rest = dataclasses.replace(params, prompt_logprobs=None)
+        jobs = []
+        for sample in range(params.n):
+            own = params if sample == 0 else rest
+            completion = Completion(self.tokenizer, own, prompt_ids=ids, end_ids=end_ids, index=sample)
+            watch = completion.watch if params.stop else None
+            request = EngineRequest(ids, max_tokens, end_ids, own, seed, sample, banned, watch)
+            jobs.append(_Job(request, completion))
+        return jobs
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]] | PromptError:
         """(text, ids), or the reason why the prompt is refused."""
@@ -196,12 +216,26 @@ def _as_batch(prompts: Any) -> list[Any]:
     return [batch] if is_ids else batch
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+def _per_prompt(params: Any, count: int) -> list[SamplingParams]:
+    """One `SamplingParams` for each of `count` prompts."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
     if len(params) != count:
         raise ConfigError(f"{count} prompts need one SamplingParams or {count} of them, got {len(params)}")
+    for own in params:
+        if not isinstance(own, SamplingParams):
+            raise ConfigError(f"params must be SamplingParams, got {own!r}")
     return list(params)
+
+
+def _finished(index: int, text: str | None, prompt_ids: list[int], jobs: Sequence[_Job]) -> RequestOutput:
+    done = [job.completion for job in jobs]
+    stats = [completion.stats for completion in done if completion.stats is not None]
+    return RequestOutput(
+        str(index), text, prompt_ids, [completion.output() for completion in done], total(stats) if stats else None,
+        error=next((completion.error for completion in done if completion.error is not None), None),
+        prompt_logprobs=done[0].prompt_logprobs,
+    )  # fmt: skip
 
 
 def _refused(index: int, error: PromptError) -> RequestOutput:

@@ -10,8 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specinfer_jax.assemble import PAGE_SIZE, Model, build_program, choose_max_model_len
-from specinfer_jax.config import SamplingParams, Speculation
+from specinfer_jax.config import Speculation
 from specinfer_jax.errors import PromptError
+from specinfer_jax.sampling_params import GREEDY
+from specinfer_jax.serving.request import EngineRequest, admission
 from specinfer_jax.speculation.decode import traced_step
 from specinfer_jax.speculation.gate import StepCosts
 from specinfer_jax.speculation.slots import admit, init_state, prefill_chunk
@@ -101,18 +103,15 @@ def _prefilled(
 ) -> DecodeState:  # fmt: skip
     """The state of one slot with the prompt in the caches."""
     state = init_state(program, num_slots=1, max_model_len=longest, page_size=PAGE_SIZE, dtype=dtype)
-    token_S = np.zeros(longest, np.int32)
-    token_S[: len(prompt_ids)] = prompt_ids
-    is_stop_V = np.zeros(program.llm.vocab_size, bool)
-    is_stop_V[[i for i in model.stop_ids(SamplingParams()) if i < program.llm.vocab_size]] = True
     slot = jnp.int32(0)
+    request = EngineRequest(prompt_ids, longest, model.stop_ids(GREEDY))
     state = jax.jit(functools.partial(admit, program=program), donate_argnums=0)(
-        state, slot, jnp.asarray(token_S), jnp.int32(len(prompt_ids)), jnp.int32(longest), jnp.asarray(is_stop_V)
+        state, slot, admission(request, max_model_len=longest, vocab_size=program.vocab_size)
     )
     chunk = min(_PREFILL_CHUNK, longest)
     prefill = jax.jit(functools.partial(prefill_chunk, program=program, chunk=chunk), donate_argnums=1)
     for _ in range(0, len(prompt_ids) - 1, chunk):
-        state = prefill(params, state, slot)
+        state, _ = prefill(params, state, slot)
     return state
 
 

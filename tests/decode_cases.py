@@ -12,7 +12,9 @@ import numpy as np
 from specinfer_jax.metrics import RequestStats
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.transformer import Params, init_params
+from specinfer_jax.outputs import TokenLogprobs
 from specinfer_jax.serving.engine import Engine, EngineRequest
+from specinfer_jax.speculation.rules import NAIVE
 from specinfer_jax.speculation.speculator import Context, ScriptedSpeculator, Speculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
 from specinfer_jax.speculation.state import DecodeParams, StepProgram
@@ -44,15 +46,21 @@ class Result:
     ids: list[int]
     finish_reason: str
     stats: RequestStats
+    logprobs: list[TokenLogprobs]
+    prompt_logprobs: TokenLogprobs | None
+    error: str | None
 
 
 @functools.cache
 def shared_engine(
     speculators: tuple[Speculator, ...] = (), *, config: ModelConfig = LLAMA, adaptive: bool = False,
-    num_slots: int = 1, max_model_len: int = 64,
+    num_slots: int = 1, max_model_len: int = 64, verification: str = NAIVE,
 ) -> Engine:  # fmt: skip
     """One engine per program for all tests: compiling takes longer than running."""
-    return make_engine(speculators, config=config, adaptive=adaptive, num_slots=num_slots, max_model_len=max_model_len)
+    return make_engine(
+        speculators, config=config, adaptive=adaptive, num_slots=num_slots, max_model_len=max_model_len,
+        verification=verification,
+    )  # fmt: skip
 
 
 def with_params(engine: Engine, *params: object) -> Engine:
@@ -64,8 +72,11 @@ def with_params(engine: Engine, *params: object) -> Engine:
 def make_engine(
     speculators: Sequence[Speculator] = (), params: Sequence[object] = (), *, config: ModelConfig = LLAMA,
     adaptive: bool = False, num_slots: int = 1, max_model_len: int = 64, warm: bool = False,
+    verification: str = NAIVE, vocab_limit: int | None = None,
 ) -> Engine:  # fmt: skip
-    program = StepProgram(config, tuple(speculators), adaptive=adaptive, max_rows=16)
+    program = StepProgram(
+        config, tuple(speculators), adaptive=adaptive, max_rows=16, verification=verification, vocab_limit=vocab_limit
+    )
     engine = Engine(
         DecodeParams(params_of(config), tuple(params)), program,
         num_slots=num_slots, max_model_len=max_model_len, page_size=8, dtype=jnp.float32,
@@ -76,18 +87,31 @@ def make_engine(
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], *, max_tokens: int = 1000, stop: Sequence[int] = ()):
-    """Results in the order of the prompts."""
-    requests = [EngineRequest(list(prompt), max_tokens, frozenset(stop)) for prompt in prompts]
-    ids: list[list[int]] = [[] for _ in prompts]
-    results: list[Result | None] = [None] * len(prompts)
-    for progress in engine.run(requests):
-        assert results[progress.index] is None, "progress of a finished request"
-        ids[progress.index] += progress.new_token_ids
+    """Results in the order of the prompts, decoded greedily."""
+    return run_requests(engine, [EngineRequest(list(prompt), max_tokens, frozenset(stop)) for prompt in prompts])
+
+
+def run_requests(engine: Engine, requests: Sequence[EngineRequest], *, stream: bool = False) -> list[Result]:
+    """Results in the order of the requests."""
+    ids: list[list[int]] = [[] for _ in requests]
+    logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
+    of_prompt: dict[int, TokenLogprobs] = {}
+    results: dict[int, Result] = {}
+    for progress in engine.run(requests, stream=stream):
+        i = progress.index
+        assert i not in results, "progress of a finished request"
+        ids[i] += progress.new_token_ids
+        if progress.logprobs is not None:
+            logprobs[i].append(progress.logprobs)
+        if progress.prompt_logprobs is not None:
+            assert i not in of_prompt, "the prompt's log-probabilities came twice"
+            of_prompt[i] = progress.prompt_logprobs
         if progress.finish_reason is not None:
             assert progress.stats is not None
-            results[progress.index] = Result(ids[progress.index], progress.finish_reason, progress.stats)
-    assert all(result is not None for result in results)
-    return results
+            results[i] = Result(
+                ids[i], progress.finish_reason, progress.stats, logprobs[i], of_prompt.get(i), progress.error
+            )
+    return [results[i] for i in range(len(requests))]
 
 
 def greedy(prompt: Sequence[int], *, config: ModelConfig = LLAMA, max_model_len: int = 64, **settings) -> list[int]:

@@ -14,6 +14,7 @@ from benchmarks.peer_systems import PeerMissingError, llama_cpp_peer, require
 from specinfer_jax.errors import ConfigError
 from specinfer_jax.models.families import config_from_hf
 from specinfer_jax.models.transformer import param_shapes
+from specinfer_jax.speculation.sampling import neutral_sampling
 from specinfer_jax.speculation.speculator import Context, ScriptedSpeculator
 from specinfer_jax.tree.token_tree import check_invariants
 
@@ -27,7 +28,8 @@ def test_scripted_tree_fills_the_pass(nodes: int) -> None:
     assert program.buckets[-1] >= nodes
     for speculator in program.speculators:
         assert isinstance(speculator, ScriptedSpeculator)
-        tree = speculator.script((), Context(*(jnp.full(shape, 1, jnp.int32) for shape in ((2, 8), (2,), (2,)))))
+        arrays = (jnp.full(shape, 1, jnp.int32) for shape in ((2, 8), (2,), (2,)))
+        tree = speculator.script((), Context(*arrays, neutral_sampling(2, 8)))
         check_invariants(tree)
         assert np.asarray(tree.valid_BN).all()
         assert int(tree.depth_BN.max()) == speculator.depth == -(-(nodes - 1) // verify_cost.CHAINS)

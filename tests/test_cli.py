@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from fake_engine import STATS
 from tiny_model import TOKENIZER, write_folder
 from typer.testing import CliRunner
 
@@ -16,6 +17,7 @@ from specinfer_jax import cli
 from specinfer_jax.cli import screen
 from specinfer_jax.config import SamplingParams
 from specinfer_jax.errors import ConfigError
+from specinfer_jax.outputs import CompletionOutput, Logprob, RequestOutput
 
 RUNNER = CliRunner()
 """Also says that stdin, stdout and stderr are no terminals."""
@@ -125,7 +127,10 @@ def test_options_override_files_and_later_files_earlier_ones(settings: Path, tmp
     ("arguments", "sentence"),
     [
         (["generate"], "nothing to continue: give a PROMPT, or --prompts FILE.jsonl"),
-        (["generate", "x", "--temperature", "0.7"], "temperature=0.7 is not supported yet"),
+        (["generate", "x", "--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
+        (["generate", "x", "--top-p", "0"], "top_p must be a finite number above 0 and at most 1, got 0.0"),
+        (["generate", "x", "--n", "2"], "n must be 1 at temperature 0, which is greedy"),
+        (["generate", "x", "--stop", ""], "stop must hold strings of at least one character, got ''"),
         (["generate", "x", "-n", "0"], "max_tokens must be a whole number of at least 1, got 0"),
         (["generate", "x", "-m", "no-such-model"], "unknown model 'no-such-model'; known names are smollm2"),
         (["generate", "x", "-c", "no-such.toml"], "cannot read no-such.toml: No such file or directory"),
@@ -151,6 +156,76 @@ def test_what_cannot_be_done_is_one_sentence(folder: Path, arguments: list[str],
     assert result.stderr.startswith("error: ")
     assert sentence in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+OPTIONS = {
+    "--temperature": ("0.8", {"temperature": 0.8}), "--top-k": ("5", {"top_k": 5}), "--top-p": ("0.9", {"top_p": 0.9}),
+    "--min-p": ("0.1", {"min_p": 0.1}), "--repetition-penalty": ("1.1", {"repetition_penalty": 1.1}),
+    "--presence-penalty": ("-1", {"presence_penalty": -1}), "--frequency-penalty": ("2", {"frequency_penalty": 2}),
+    "--seed": ("7", {"seed": 7}), "--stop": ("\n", {"stop": ["\n"]}), "--max-tokens": ("9", {"max_tokens": 9}),
+}  # fmt: skip
+
+
+def _record_sampling(monkeypatch: pytest.MonkeyPatch, answer) -> list[SamplingParams]:
+    """The parameters that `generate` hands to the LLM, which answers with the outputs of `answer(params)`."""
+    seen: list[SamplingParams] = []
+
+    class Recorder:
+        def generate(self, texts, params):
+            seen.append(params)
+            return [RequestOutput(str(i), text, [1], answer(params), STATS) for i, text in enumerate(texts)]
+
+    monkeypatch.setattr(module("generate"), "open_model", lambda config: None)
+    monkeypatch.setattr(module("generate"), "build_llm", lambda config, model: Recorder())
+    return seen
+
+
+def test_decoding_is_greedy_by_default_and_every_option_reaches_the_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _record_sampling(monkeypatch, lambda params: [CompletionOutput(0, "", [], "length")])
+    greedy = SamplingParams(temperature=0, max_tokens=128)
+    assert run("generate", "x").exit_code == 0
+    assert seen.pop() == greedy
+    everything = {}
+    for option, (value, setting) in OPTIONS.items():
+        assert run("generate", "x", option, value).exit_code == 0
+        assert seen.pop() == dataclasses.replace(greedy, **setting)
+        everything |= setting
+    arguments = [part for option, (value, _) in OPTIONS.items() for part in (option, value)]
+    run("generate", "x", *arguments, "--stop", "b", "--n", 3, "--logprobs", 2)
+    assert seen == [SamplingParams(**everything | {"stop": ["\n", "b"], "n": 3, "logprobs": 2})]
+    for command in ("generate", "chat"):
+        text = run(command, "--help").stdout
+        assert all(option in text for option in OPTIONS)
+        assert "[default: 0]" in text
+    for command in ("bench", "tree"):  # these compare or draw greedy tokens
+        assert "--temperature" not in run(command, "--help").stdout
+
+
+def test_several_answers_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(params: SamplingParams) -> list[CompletionOutput]:
+        logprobs = [{4: Logprob(-0.5, 1, "a")}]
+        answers = [CompletionOutput(k, f"text {k}", [4], "stop", "x", logprobs, -0.5) for k in range(params.n)]
+        return [*answers[:-1], dataclasses.replace(answers[-1], finish_reason="error")] if params.n == 3 else answers
+
+    _record_sampling(monkeypatch, answer)
+    several = ("--n", 2, "--temperature", 1)
+    assert run("generate", "p", *several).stdout == "=== answer 1 ===\ntext 0\n\n=== answer 2 ===\ntext 1\n"
+    assert run("generate", "p", "q").stdout == "=== 1 ===\ntext 0\n\n=== 2 ===\ntext 0\n"
+    assert run("generate", "p", "q", *several).stdout.startswith("=== 1, answer 1 ===\ntext 0\n\n=== 1, answer 2 ===")
+    assert "answer 3" not in run("generate", "p", "--n", 3, "--temperature", 1).stdout  # it failed
+    as_json = json.loads(run("generate", "p", *several, "--json").stdout)
+    assert (as_json["text"], as_json["token_ids"], as_json["finish_reason"]) == ("text 0", [4], "stop")
+    assert [(entry["index"], entry["text"], entry["stop_reason"]) for entry in as_json["outputs"]] == [
+        (0, "text 0", "x"), (1, "text 1", "x"),
+    ]  # fmt: skip
+    assert as_json["outputs"][1]["logprobs"] == [{"4": {"logprob": -0.5, "rank": 1, "decoded_token": "a"}}]
+
+
+def test_a_chat_has_one_answer(tmp_path: Path) -> None:
+    file = tmp_path / "several.toml"
+    file.write_text("[sampling]\nn = 2\ntemperature = 1\n")
+    result = run("chat", "-c", file, stdin="hello\n")
+    assert (result.exit_code, result.stderr) == (2, "error: a chat has one answer at a time: n must be 1, got 2\n")
 
 
 def test_ctrl_c_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:

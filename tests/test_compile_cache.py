@@ -12,7 +12,7 @@ import sys
 sys.path.insert(0, {tests!r})
 from specinfer_jax import LLM, SamplingParams
 llm = LLM({model!r}, max_model_len=64)
-print(llm.generate("the cat", SamplingParams(max_tokens=4))[0].token_ids)
+print(llm.generate("the cat", SamplingParams(temperature=0, max_tokens=4))[0].token_ids)
 """
 
 

@@ -52,9 +52,10 @@ def test_a_file_changes_only_what_it_sets(tmp_path: Path) -> None:
     file = tmp_path / "some.toml"
     file.write_text("max_num_seqs = 3\n[sampling]\nignore_eos = true\n")
     base = LLMConfig("some-model", "bfloat16", 64, 2, Speculation.off(), SamplingParams(max_tokens=7))
-    expected = LLMConfig("some-model", "bfloat16", 64, 3, Speculation.off(), SamplingParams(7, ignore_eos=True))
+    sampling = SamplingParams(max_tokens=7, ignore_eos=True)
+    expected = LLMConfig("some-model", "bfloat16", 64, 3, Speculation.off(), sampling)
     assert load_config(file, base=base) == expected
-    assert load_config(file) == LLMConfig(max_num_seqs=3, sampling=SamplingParams(ignore_eos=True))
+    assert load_config(file) == LLMConfig(max_num_seqs=3, sampling=SamplingParams(temperature=0, ignore_eos=True))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,8 @@ def test_a_file_changes_only_what_it_sets(tmp_path: Path) -> None:
         ("modle = 'x'", "unknown key 'modle'; known are model, dtype, max_model_len"),
         ("[speculation]\nwidth = 3", "unknown key 'speculation.width'; known are ssms, tree, ngram"),
         ("speculation = 3", "speculation must be a table, got 3"),
-        ("[sampling]\ntemperature = 0.5", "temperature=0.5 is not supported yet"),
+        ("[sampling]\ntemperature = -0.5", "temperature must be a finite number of at least 0, got -0.5"),
+        ("[sampling]\nn = 2", "n must be 1 at temperature 0"),
         ("model = ", "is not a TOML file"),
     ],
 )
@@ -73,3 +75,14 @@ def test_files_that_are_refused(text: str, sentence: str, tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=sentence) as refusal:
         load_config(file)
     assert str(file) in str(refusal.value)
+
+
+def test_files_are_greedy_unless_they_set_a_temperature(tmp_path: Path) -> None:
+    file = tmp_path / "drawn.toml"
+    file.write_text(
+        "[sampling]\ntemperature = 0.8\nn = 2\nseed = -3\nstop = ['a', 'b']\nlogit_bias = { 7 = -1, 3 = 2.5 }\n"
+    )
+    drawn = load_config(file).sampling
+    assert (drawn.temperature, drawn.n, drawn.seed, drawn.stop) == (0.8, 2, -3, ("a", "b"))
+    assert drawn.logit_bias == ((3, 2.5), (7, -1.0))
+    assert LLMConfig().sampling == SamplingParams(temperature=0)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.weights
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "default_model.json").read_text(encoding="utf-8"))
 PROMPTS = [case["prompt_ids"] for case in GOLDEN]
 IDS = [case["ids"] for case in GOLDEN]
-PARAMS = SamplingParams(max_tokens=len(IDS[0]), ignore_eos=True)
+PARAMS = SamplingParams(temperature=0, max_tokens=len(IDS[0]), ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def test_ids_are_transformers_with_trees_and_without_and_nothing_compiles(
         llm.engine._costs = StepCosts(jnp.linspace(1.0, 2.0, J, dtype=jnp.float32), jnp.zeros(M, jnp.float32))
         with jax.log_compiles(), caplog.at_level("WARNING"):
             outputs = llm.generate(PROMPTS, PARAMS)
-            many = llm.generate([IDS[0][:1] * length for length in range(1, 240, 8)], SamplingParams(max_tokens=3))
+            short = SamplingParams(temperature=0, max_tokens=3)
+            many = llm.generate([IDS[0][:1] * length for length in range(1, 240, 8)], short)
             streamed = [i for piece in llm.stream(PROMPTS[0], PARAMS) for i in piece.token_ids]
         assert [output.token_ids for output in outputs] == IDS
         assert streamed == IDS[0]
@@ -56,7 +57,7 @@ def test_self_draft_accepts_everything(model: Model) -> None:
     short = model.first_layers(2)
     llm = LLM(short, speculation=Speculation(ssms=[short], tree="1,1,3,1", adaptive=False), max_model_len=256)
     plain = LLM(short, speculation=Speculation.off(), max_model_len=256)
-    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
     [output] = llm.generate([PROMPTS[0]], params)
     assert output.token_ids == plain.generate([PROMPTS[0]], params)[0].token_ids
     assert output.stats is not None

@@ -12,15 +12,15 @@ from source_tree import PACKAGES, ROOT, imports, loaded_with, modules, parsed
 TIERS = (
     (
         "errors", "notation", "config", "metrics", "outputs", "prompts", "serving.request_manager", "models.config",
-        "ssms",
+        "ssms", "speculation.rules", "sampling_params",
     ),
     ("pallas_kernels", "tree", "parallel.sharding"),
-    ("speculation.sampling", "speculation.verifier", "models.kv_cache"),
+    ("speculation.sampling", "speculation.randomness", "speculation.verifier", "speculation.mss", "models.kv_cache"),
     ("models",),
     ("speculation", "parallel.offload"),
     ("checkpoint", "tokenizer", "chat_template", "detokenizer", "parallel.multihost"),
-    ("serving.engine",),
-    ("llm", "assemble", "compile_cache", "bench", "visualize", "trace"),
+    ("serving.engine", "serving.request"),
+    ("llm", "assemble", "completion", "vocabulary", "compile_cache", "bench", "visualize", "trace"),
     ("serving.openai_api", "cli"),
     ("train", "benchmarks"),
 )  # fmt: skip

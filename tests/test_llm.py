@@ -16,13 +16,12 @@ from specinfer_jax.errors import (
     ConfigError,
     ModelNotFoundError,
     PromptError,
-    SamplingError,
     SpecInferError,
     SpeculationError,
 )
 from specinfer_jax.speculation.state import StepProgram
 
-SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 CHAT = [{"role": "user", "content": "hello"}]
 
 
@@ -112,7 +111,7 @@ def test_a_stream_is_the_answer_in_pieces(llm: LLM) -> None:
 
 
 def test_one_params_each(llm: LLM) -> None:
-    outputs = llm.generate(["the cat"] * 3, [SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 5, 3)])
+    outputs = llm.generate(["the cat"] * 3, [dataclasses.replace(SHORT, max_tokens=n) for n in (1, 5, 3)])
     assert [len(output.token_ids) for output in outputs] == [1, 5, 3]
     with pytest.raises(ConfigError, match="3 prompts need one SamplingParams or 3"):
         llm.generate(["a", "b", "c"], [SHORT, SHORT])
@@ -131,13 +130,40 @@ def test_stop_ids_end_a_request_and_are_reported(llm: LLM) -> None:
 def test_speculation_changes_nothing_but_the_steps(model: Model, llm: LLM) -> None:
     off = LLM(model, speculation=Speculation.off(), max_model_len=48)
     prompts = ["one two one two one two one", "the cat"]
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    params = dataclasses.replace(SHORT, max_tokens=30)
     expected = [output.token_ids for output in off.generate(prompts, params)]
     assert [output.token_ids for output in llm.generate(prompts, params)] == expected
     own = LLM(model, speculation=Speculation(ssms=[model], tree="1,1,2", adaptive=False), max_model_len=48)
     outputs = own.generate(prompts, params)
     assert [output.token_ids for output in outputs] == expected
     assert all(output.stats.tokens_per_step > 3 for output in outputs if output.stats)
+    # Wherever in a commit a stop string ends (case B020), and for log-probabilities of every token (case B076).
+    whole = outputs[0].text
+    for start in range(0, len(whole) - 3, 5):
+        stopped = dataclasses.replace(params, stop=[whole[start : start + 3], "never"], logprobs=1)
+        [plain], [drafted] = off.generate(prompts[:1], stopped), own.generate(prompts[:1], stopped)
+        assert plain.text == whole[: whole.find(whole[start : start + 3])]
+        assert (drafted.text, drafted.token_ids) == (plain.text, plain.token_ids)
+        assert drafted.outputs[0].stop_reason == plain.outputs[0].stop_reason == whole[start : start + 3]
+        assert drafted.stats is not None and drafted.stats.tokens == len(drafted.token_ids)
+        [plain_logprobs, drafted_logprobs] = [output.outputs[0].logprobs or [] for output in (plain, drafted)]
+        assert len(drafted_logprobs) == len(plain_logprobs) == len(plain.token_ids)
+        for ours, theirs in zip(drafted_logprobs, plain_logprobs, strict=True):
+            assert {i: entry.rank for i, entry in ours.items()} == {i: entry.rank for i, entry in theirs.items()}
+            assert [e.logprob for e in ours.values()] == pytest.approx([e.logprob for e in theirs.values()], abs=1e-4)
+
+
+def test_seeds_reproduce_and_answers_differ(llm: LLM) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=8, ignore_eos=True, logprobs=0)
+    [first], [again] = llm.generate("the cat", params), llm.generate("the cat", params)
+    assert [answer.token_ids for answer in first.outputs] == [answer.token_ids for answer in again.outputs]
+    assert len({tuple(answer.token_ids) for answer in first.outputs}) == 3
+    streamed: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for piece in llm.stream("the cat", params):
+        streamed[piece.index] += piece.token_ids
+    assert list(streamed.values()) == [answer.token_ids for answer in first.outputs]
+    unseeded = dataclasses.replace(params, n=1, seed=None)
+    assert len({tuple(output.token_ids) for output in llm.generate(["the cat"] * 3, unseeded)}) == 3
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -217,35 +243,16 @@ def test_memory_is_counted_before_it_is_allocated(model: Model) -> None:
         check_memory(program, num_slots=1 << 40, max_model_len=128, dtype=jnp.dtype(jnp.float32))
 
 
-@pytest.mark.parametrize(
-    ("settings", "name"),
-    [
-        ({"temperature": 0.7}, "temperature"),
-        ({"top_p": 0.5}, "top_p"),
-        ({"top_k": 5}, "top_k"),
-        ({"n": 2}, "n=2"),
-        ({"stop": ["x"]}, "stop"),
-        ({"logprobs": 1}, "logprobs"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids"),
-    ],
-)
-def test_sampling_that_is_not_supported_is_refused_by_name(settings, name: str) -> None:
-    with pytest.raises(SamplingError, match=name):
-        SamplingParams(**settings)
-
-
 def test_config_files(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text("max_model_len = 64\n[speculation]\nngram = true\n[sampling]\nmax_tokens = 5\n", encoding="utf-8")
     assert load_config(path) == LLMConfig(
-        max_model_len=64, speculation=Speculation(ngram=True), sampling=SamplingParams(max_tokens=5)
+        max_model_len=64, speculation=Speculation(ngram=True), sampling=SamplingParams(temperature=0, max_tokens=5)
     )
     for text, message in {
         "modle = 'x'": "unknown key 'modle'; known are model",
         "[speculation]\ntrees = '1'": "unknown key 'speculation.trees'",
-        "[sampling]\ntemperature = 1.0": "temperature",
+        "[sampling]\ntemperature = -1.0": "temperature",
         "speculation = 3": "must be a table",
         "mesh = 'model=2'": "mesh must look like",
         "mesh = 'data=1,model=8'": "this version runs on one",

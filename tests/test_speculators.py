@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from specinfer_jax.speculation import gate
 from specinfer_jax.speculation.ngram import NgramSpeculator
+from specinfer_jax.speculation.sampling import neutral_sampling
 from specinfer_jax.speculation.speculator import Context
 from specinfer_jax.speculation.verifier import verify_greedy
 from specinfer_jax.tree.token_tree import check_invariants, root_only
@@ -27,7 +28,8 @@ def _propose(speculator: NgramSpeculator, context: Context):
 
 def propose(ids: list[int], speculator: NgramSpeculator = SMALL):
     token_BS = jnp.asarray([ids + [0] * (SIZE - len(ids))], jnp.int32)
-    context = Context(token_BS, jnp.asarray([len(ids)], jnp.int32), jnp.asarray([1], jnp.int32))
+    count_B, prompt_len_B = jnp.asarray([len(ids)], jnp.int32), jnp.asarray([1], jnp.int32)
+    context = Context(token_BS, count_B, prompt_len_B, neutral_sampling(1, 16))
     return _propose(speculator, context)
 
 

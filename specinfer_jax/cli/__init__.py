@@ -62,7 +62,7 @@ def _options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """LLM inference through token trees: the model's own greedy text in fewer passes.
+    """LLM inference through token trees: the model's own text in fewer passes.
 
     Try `specinfer generate "The capital of France is"` and `specinfer chat`.
     """

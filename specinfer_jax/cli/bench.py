@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specinfer_jax.bench import BenchResult, BenchRow
 
 
-@with_llm_options(max_tokens=64)
+@with_llm_options(max_tokens=64, draws=False)
 def bench(
     *,
     file: Annotated[
@@ -47,7 +47,8 @@ def bench(
 ) -> None:
     """Measure incremental decoding, sequence speculation (the best chain) and tree speculation in one run.
 
-    All modes decode the same prompts in turn, prompt by prompt, and their ids are compared.
+    All modes decode the same prompts in turn, prompt by prompt, and their ids are compared. So that these can be equal,
+    decoding is greedy, whatever a file asks for.
 
     Example: `specinfer bench --prompts prompts.jsonl --limit 20 --max-tokens 64 --json figures.json`
     """

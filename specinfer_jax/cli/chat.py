@@ -13,15 +13,16 @@ from rich.console import Console
 from specinfer_jax.cli.options import with_llm_options
 from specinfer_jax.cli.screen import build_llm, figures, open_model
 from specinfer_jax.config import LLMConfig, SamplingParams
-from specinfer_jax.errors import PromptError, TokenizerError
+from specinfer_jax.errors import PromptError, SamplingError, TokenizerError
 
 if TYPE_CHECKING:
     from specinfer_jax.llm import LLM
+    from specinfer_jax.outputs import StreamOutput
 
 _HELP = "/clear forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
 
 
-@with_llm_options(max_tokens=512)
+@with_llm_options(max_tokens=512, draws=True)
 def chat(
     *,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="Instructions that precede the chat.")] = None,
@@ -31,6 +32,8 @@ def chat(
 
     Example: `specinfer chat --system "Answer in one sentence."`
     """
+    if config.sampling.n > 1:
+        raise SamplingError(f"a chat has one answer at a time: n must be 1, got {config.sampling.n}")
     model = open_model(config)
     if model.tokenizer.chat_template is None:
         raise TokenizerError(f"{config.model} has no chat template: use `specinfer generate`, or choose a chat model")
@@ -80,10 +83,9 @@ def _turn(llm: "LLM", messages: list[dict[str, str]], sampling: SamplingParams, 
         for piece in stream:
             pieces.append(piece.text)
             print(piece.text, end="", flush=True)
-            if piece.stats is not None:
+            if piece.finish_reason is not None:
                 print()
-                cut = " · stopped at --max-tokens" if piece.finish_reason == "length" else ""
-                notes.print(figures(piece.stats) + cut, soft_wrap=True)
+                _note_end(piece, notes)
             if interrupted.is_set():
                 break
         else:
@@ -92,6 +94,15 @@ def _turn(llm: "LLM", messages: list[dict[str, str]], sampling: SamplingParams, 
     print()
     notes.print("stopped")
     return [messages[-1], {"role": "assistant", "content": "".join(pieces)}]
+
+
+def _note_end(last: "StreamOutput", notes: Console) -> None:
+    """What the answer cost, and why it ends where it does."""
+    if last.error is not None:
+        notes.print(f"error: {last.error}", style="not dim", soft_wrap=True)
+    if last.stats is not None:
+        cut = " · stopped at --max-tokens" if last.finish_reason == "length" else ""
+        notes.print(figures(last.stats) + cut, soft_wrap=True)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
-from specinfer_jax.config import DEFAULT_MODEL, DEFAULT_TREE, LLMConfig, SamplingParams, load_config
+from specinfer_jax.config import DEFAULT_MODEL, DEFAULT_TREE, LLMConfig, load_config
+from specinfer_jax.sampling_params import GREEDY
 
-_MODEL, _SPECULATION, _SAMPLING = "Model", "Speculation", "Sampling"
+_MODEL, _SPECULATION, SAMPLING = "Model", "Speculation", "Sampling"
+"""Headings of --help."""
 
 ConfigFiles = Annotated[
     list[Path] | None,
@@ -78,10 +80,7 @@ def _llm_config(
         bool, typer.Option("--no-speculation", help="Incremental decoding.", rich_help_panel=_SPECULATION)
     ] = False,
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", "-n", metavar="N", help="Most new tokens.", rich_help_panel=_SAMPLING)
-    ] = None,
-    temperature: Annotated[
-        float | None, typer.Option(metavar="T", help="0 (greedy) is all there is yet.", rich_help_panel=_SAMPLING)
+        int | None, typer.Option("--max-tokens", "-n", metavar="N", help="Most new tokens.", rich_help_panel=SAMPLING)
     ] = None,
 ) -> LLMConfig:  # fmt: skip
     config = read_configs(config_files, base)
@@ -89,30 +88,94 @@ def _llm_config(
         config.speculation, ssms=tuple(ssm) if ssm else None, tree=tree, ngram=ngram,
         enabled=False if no_speculation else None,
     )  # fmt: skip
-    sampling = changed(config.sampling, max_tokens=max_tokens, temperature=temperature)
     return changed(
         config, model=model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-        speculation=speculation, sampling=sampling,
+        speculation=speculation, sampling=changed(config.sampling, max_tokens=max_tokens),
     )  # fmt: skip
 
 
-def with_llm_options(*, max_tokens: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def _drawing(
+    config: LLMConfig,
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            metavar="T", rich_help_panel=SAMPLING,
+            help="Draw tokens, the more freely the higher; 0 takes the likeliest. [default: 0]",
+        ),
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="K", help="Draw from the K likeliest tokens.", rich_help_panel=SAMPLING)
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P", help="Draw from the likeliest tokens that together reach P.", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P", help="Draw from tokens at least P times as likely as the likeliest.", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None,
+        typer.Option(metavar="R", help="Above 1: avoid tokens of prompt and answer.", rich_help_panel=SAMPLING),
+    ] = None,
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option(metavar="R", help="Above 0: avoid tokens of the answer.", rich_help_panel=SAMPLING),
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(
+            metavar="R", help="Above 0: avoid tokens the more, the more often they came.", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Draw the same answer every time.", rich_help_panel=SAMPLING),
+    ] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TEXT", help="End before this text; give it again for several.", rich_help_panel=SAMPLING
+        ),
+    ] = None,
+) -> LLMConfig:  # fmt: skip
+    sampling = changed(
+        config.sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        seed=seed, stop=tuple(stop) if stop else None,
+    )  # fmt: skip
+    return changed(config, sampling=sampling)
+
+
+def _options_of(step: Callable[..., LLMConfig]) -> list[inspect.Parameter]:
+    """The options that a step from config to config takes."""
+    return list(inspect.signature(step).parameters.values())[1:]
+
+
+def with_llm_options(*, max_tokens: int, draws: bool) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the options above; it gets them as one argument, `config: LLMConfig`.
 
     Args:
       max_tokens: the command's own default.
+      draws: whether it has the options of sampling as well; it is greedy by default even so.
     """
-    base = LLMConfig(sampling=SamplingParams(max_tokens=max_tokens))
-    signature = inspect.signature(_llm_config)
-    shared = [parameter for name, parameter in signature.parameters.items() if name != "base"]
+    base = LLMConfig(sampling=changed(GREEDY, max_tokens=max_tokens))
+    steps = (_llm_config, _drawing) if draws else (_llm_config,)
+    shared = [parameter for step in steps for parameter in _options_of(step)]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for name, p in inspect.signature(command).parameters.items() if name != "config"]
 
         @functools.wraps(command)
         def run(**values: Any) -> None:
-            options = {parameter.name: values.pop(parameter.name) for parameter in shared}
-            command(**values, config=_llm_config(base, **options))
+            config = base
+            for step in steps:
+                config = step(config, **{option.name: values.pop(option.name) for option in _options_of(step)})
+            command(**values, config=config)
 
         # Typer reads the options off the signature.
         parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *shared)]

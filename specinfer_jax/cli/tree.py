@@ -12,7 +12,7 @@ from specinfer_jax.cli.screen import busy, check_output, open_model, write_outpu
 from specinfer_jax.config import LLMConfig
 
 
-@with_llm_options(max_tokens=512)
+@with_llm_options(max_tokens=512, draws=False)
 def tree(
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help='Text to continue; "-" reads it from stdin.')],
     *,
@@ -21,7 +21,7 @@ def tree(
     svg: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Write the picture there as well.")] = None,
     config: LLMConfig,
 ) -> None:
-    """Draw the token trees of a few steps: what was proposed, what was accepted, the bonus token.
+    """Draw the token trees of a few greedy steps: what was proposed, what was accepted, the bonus token.
 
     Example: `specinfer tree "one two three one two" --steps 3 --svg trees.svg`
     """

@@ -86,6 +86,8 @@ class ModelConfig:
     """E, the embedding's own width if projections stand between it and the model (OPT-350m); None means D."""
     sliding_window: int | None = None
     """Longest context that full attention equals the model's own windowed attention on; longer is refused."""
+    output_vocab_size: int | None = None
+    """Rows of a reduced head, whose ids lie in `params["output_ids"]` (an SSM's only); None: one per id."""
     bos_token_id: int | None = None
     """Beginning of sequence."""
     eos_token_ids: tuple[int, ...] = ()

@@ -102,7 +102,7 @@ class Head(nn.Module):
         if config.embed_width is not None:
             x_DT = Linear(config.embed_width, name="project_out")(x_DT)
         if not config.tied_head:
-            shape = (config.vocab_size, x_DT.shape[0])
+            shape = (config.output_vocab_size or config.vocab_size, x_DT.shape[0])
             embedding_VE = self.param("kernel", nn.initializers.normal(0.02), shape, x_DT.dtype)
         logits_VT = jnp.matmul(
             embedding_VE, x_DT, precision=matmul_precision(x_DT.dtype), preferred_element_type=jnp.float32

@@ -17,43 +17,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from specinfer_jax.errors import SamplingError
 from specinfer_jax.metrics import RequestStats
+from specinfer_jax.outputs import TokenLogprobs
+from specinfer_jax.serving.request import EngineRequest, Progress, admission, token_logprobs
 from specinfer_jax.speculation.decode import burst
 from specinfer_jax.speculation.gate import StepCosts
-from specinfer_jax.speculation.slots import admit, init_state, prefill_chunk, release
-from specinfer_jax.speculation.state import LENGTH, STOPPED, DecodeParams, DecodeState, StepProgram, StepStats
+from specinfer_jax.speculation.rules import GREEDY
+from specinfer_jax.speculation.sampling import ChosenLogprobs
+from specinfer_jax.speculation.slots import Admission, admit, init_state, prefill_chunk, prompt_logprobs, release
+from specinfer_jax.speculation.state import (
+    FAILED,
+    LENGTH,
+    RUNNING,
+    STOPPED,
+    DecodeParams,
+    DecodeState,
+    LastStep,
+    StepProgram,
+    StepStats,
+)
 
 PREFILL_CHUNKS = (128, 32)
 """Prompt rows per prefill pass, largest first; a prompt takes the largest that it fills, the rest the smallest."""
 _UNTIL_FINISHED = np.iinfo(np.int32).max
 _FORCED_COST = 1e6
 _PROBE_STEPS = 4
-
-
-@dataclasses.dataclass(frozen=True)
-class EngineRequest:
-    """One prompt to continue; already checked by the caller."""
-
-    prompt_ids: Sequence[int]
-    """At least one id, fewer than the engine's max_model_len."""
-    max_tokens: int
-    """Most tokens to generate; the engine's max_model_len may end the request earlier."""
-    stop_token_ids: frozenset[int]
-    """Ids that end the request; the id itself is emitted."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """New tokens of one request."""
-
-    index: int
-    """Position of the request in the call."""
-    new_token_ids: list[int]
-    """Tokens committed since the last progress."""
-    finish_reason: str | None
-    """"stop" or "length" with the last tokens, else None."""
-    stats: RequestStats | None
-    """Counters, with the last tokens only."""
+_FAILED = (
+    "no token could be chosen: the model's logits are not finite, or allowed_token_ids, logit_bias, bad_words and "
+    "min_tokens together ban every token"
+)
 
 
 @dataclasses.dataclass
@@ -61,10 +54,16 @@ class _Slot:
     """What the host remembers of a request on the device."""
 
     index: int
-    prompt_len: int
-    emitted: int
+    request: EngineRequest
+    prompt_logprobs: TokenLogprobs | None
     prefill_seconds: float
     decode_start: float
+    emitted: int = 0
+
+    @property
+    def is_watched(self) -> bool:
+        """The host must see every step."""
+        return self.request.watch is not None or self.request.sampling.logprobs is not None
 
 
 class Engine:
@@ -89,6 +88,7 @@ class Engine:
             chunk: jax.jit(functools.partial(prefill_chunk, program=program, chunk=chunk), donate_argnums=1)
             for chunk in chunks
         }
+        self._prompt_logprobs = jax.jit(functools.partial(prompt_logprobs, program=program))
         self._costs = StepCosts(
             jnp.ones(len(program.buckets), jnp.float32), jnp.zeros(len(program.speculators), jnp.float32)
         )
@@ -115,8 +115,9 @@ class Engine:
         with self._lock:
             probe = EngineRequest([0] * (sum(self._prefill) % self.max_model_len or 1), _UNTIL_FINISHED, frozenset())
             self._start(0, probe)
-            for chunk in self._prefill.values():
-                self._state = chunk(self.params, self._state, jnp.int32(0))
+            for prefill in self._prefill.values():
+                self._state, x_DT = prefill(self.params, self._state, jnp.int32(0))
+                self._prompt_logprobs(self.params, self._state, jnp.int32(0), x_DT, jnp.int32(0))
             self._run_burst(1)
             if self.program.adaptive and self.program.speculators:
                 self._measure_costs(probe)
@@ -128,7 +129,13 @@ class Engine:
         Args:
           requests: any number; those beyond the slots wait.
           stream: one step at a time, so that tokens come out as they are committed.
+
+        Raises:
+          SamplingError: a request cannot be served; nothing was started.
+          RuntimeError: another call is running.
         """
+        for request in requests:
+            self._check(request)
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("the engine is already running; finish or close the other call first")
         try:
@@ -143,6 +150,17 @@ class Engine:
         finally:
             self._lock.release()
 
+    def _check(self, request: EngineRequest) -> None:
+        self._admission(request)
+        if self.program.verification == GREEDY and not request.sampling.is_greedy:
+            raise SamplingError(
+                f"temperature={request.sampling.temperature} needs a stochastic rule, and this LLM was made with "
+                'verification="greedy"; use temperature=0 or another verification'
+            )
+
+    def _admission(self, request: EngineRequest) -> Admission:
+        return admission(request, max_model_len=self.max_model_len, vocab_size=self.program.vocab_size)
+
     def _run(self, requests: Sequence[EngineRequest], steps: int) -> Iterator[Progress]:
         waiting = deque(enumerate(requests))
         slots: dict[int, _Slot] = {}
@@ -151,30 +169,27 @@ class Engine:
                 if slot not in slots and waiting:
                     index, request = waiting.popleft()
                     began = time.perf_counter()
-                    self._start(slot, request)
+                    of_prompt = self._start(slot, request)
                     now = time.perf_counter()
-                    slots[slot] = _Slot(index, len(request.prompt_ids), 0, now - began, now)
-            self._run_burst(steps)
+                    slots[slot] = _Slot(index, request, of_prompt, now - began, now)
+            self._run_burst(1 if any(slot.is_watched for slot in slots.values()) else steps)
             yield from self._collect(slots)
 
-    def _start(self, slot: int, request: EngineRequest) -> None:
-        """Admit a request and prefill its prompt."""
-        count = len(request.prompt_ids)
-        token_S = np.zeros(self.max_model_len, np.int32)
-        token_S[:count] = request.prompt_ids
-        is_stop_V = np.zeros(self.program.llm.vocab_size, bool)
-        is_stop_V[[i for i in request.stop_token_ids if i < self.program.llm.vocab_size]] = True
-        limit = min(count + request.max_tokens, self.max_model_len)
+    def _start(self, slot: int, request: EngineRequest) -> TokenLogprobs | None:
+        """Admit a request and prefill its prompt; the prompt's log-probabilities if they are asked for."""
         place = jnp.int32(slot)
-        self._state = self._admit(
-            self._state, place, jnp.asarray(token_S), jnp.int32(count), jnp.int32(limit), jnp.asarray(is_stop_V)
-        )
-        left = count - 1  # the last prompt token is the root of the first step
-        while left > 0:
-            chunk = next((c for c in self._prefill if c <= left), min(self._prefill))
-            self._state = self._prefill[chunk](self.params, self._state, place)
-            left -= chunk
+        self._state = self._admit(self._state, place, self._admission(request))
+        parts, counts = [], []
+        done, end = 0, len(request.prompt_ids) - 1  # the last prompt token is the root of the first step
+        while done < end:
+            chunk = next((c for c in self._prefill if c <= end - done), min(self._prefill))
+            self._state, x_DT = self._prefill[chunk](self.params, self._state, place)
+            if request.sampling.prompt_logprobs is not None:
+                parts.append(self._prompt_logprobs(self.params, self._state, place, x_DT, jnp.int32(done)))
+                counts.append(min(chunk, end - done))
+            done += chunk
         jax.block_until_ready(self._state.committed_B)
+        return token_logprobs(parts, counts) if parts else None
 
     def _run_burst(self, steps: int) -> None:
         self._state = self._burst(self.params, self._state, self._costs, jnp.int32(steps))
@@ -183,35 +198,64 @@ class Engine:
     def _collect(self, slots: dict[int, _Slot]) -> Iterator[Progress]:
         """Progress of every slot; finished ones leave."""
         now = time.perf_counter()
-        token_BS, committed_B, finish_B, stats = jax.device_get(
-            (self._state.token_BS, self._state.committed_B, self._state.finish_B, self._state.stats)
+        state = self._state
+        is_watched = any(slot.is_watched for slot in slots.values())
+        token_BS, committed_B, finish_B, stats, last = jax.device_get(
+            (state.token_BS, state.committed_B, state.finish_B, state.stats, state.last if is_watched else None)
         )
-        progress = []
-        for slot, request in list(slots.items()):
-            new = token_BS[slot, request.prompt_len + request.emitted : committed_B[slot]].tolist()
-            request.emitted += len(new)
-            reason = {STOPPED: "stop", LENGTH: "length"}.get(int(finish_B[slot]))
-            request_stats = None
-            if reason is not None:
-                counters = jax.tree.map(lambda counter, b=slot: counter[b], stats)
-                request_stats = self._request_stats(counters, request, now)
-                del slots[slot]
-            progress.append(Progress(request.index, new, reason, request_stats))
-        # The loop above is done before anything is handed out, so that a caller who stops early leaves no half state.
+        progress = [
+            self._advance(b, slot, token_BS[b, : committed_B[b]], int(finish_B[b]), stats, last, now)
+            for b, slot in slots.items()
+        ]
+        for b, part in zip(list(slots), progress, strict=True):
+            if part.finish_reason is not None:
+                del slots[b]
+        # All is settled before anything is handed out, so that a caller who stops early leaves no half state.
         yield from progress
 
-    def _request_stats(self, counters: StepStats, request: _Slot, now: float) -> RequestStats:
+    def _advance(
+        self, b: int, slot: _Slot, ids: np.ndarray, finish: int, stats: StepStats, last: LastStep | None, now: float
+    ) -> Progress:
+        """What one slot's request gained; the host's stop rule may end it, and then its slot is given up."""
+        request, is_first = slot.request, slot.emitted == 0
+        new = ids[len(request.prompt_ids) + slot.emitted :].tolist()
+        reason = {STOPPED: "stop", LENGTH: "length", FAILED: "error"}.get(finish)
+        counters = StepStats(*(counter_BX[b].copy() for counter_BX in stats))
+        keep = request.watch(new) if request.watch is not None and new else None
+        if keep is not None:
+            assert last is not None
+            _take_back(counters, np.asarray(last.source_BA[b, keep : len(new)]), first_depth=keep + 1)
+            new, reason = new[:keep], "stop"
+            if finish == RUNNING:
+                self._state = self._release(self._state, jnp.int32(b))
+        slot.emitted += len(new)
+        of_new = None
+        if request.sampling.logprobs is not None:
+            assert last is not None
+            A = self.program.path_len
+            of_new = token_logprobs([ChosenLogprobs(*(x[b * A : (b + 1) * A] for x in last.logprobs))], [len(new)])
+        return Progress(
+            index=slot.index,
+            new_token_ids=new,
+            finish_reason=reason,
+            stats=None if reason is None else self._request_stats(counters, slot, now),
+            logprobs=of_new,
+            prompt_logprobs=slot.prompt_logprobs if is_first else None,
+            error=_FAILED if reason == "error" else None,
+        )
+
+    def _request_stats(self, counters: StepStats, slot: _Slot, now: float) -> RequestStats:
         names = [speculator.name for speculator in self.program.speculators]
         return RequestStats(
-            tokens=request.emitted,
+            tokens=slot.emitted,
             steps=int(counters.steps_BJ.sum()),
             steps_by_rows={n: int(c) for n, c in zip(self.program.buckets, counters.steps_BJ, strict=True)},
             proposed_by_position=counters.proposed_BA[1:].tolist(),
             accepted_by_position=counters.accepted_BA[1:].tolist(),
             proposed_by_speculator=dict(zip(names, counters.proposed_BM.tolist(), strict=True)),
             accepted_by_speculator=dict(zip(names, counters.accepted_BM.tolist(), strict=True)),
-            prefill_seconds=request.prefill_seconds,
-            decode_seconds=now - request.decode_start,
+            prefill_seconds=slot.prefill_seconds,
+            decode_seconds=now - slot.decode_start,
         )
 
     def _measure_costs(self, probe: EngineRequest, repeats: int = 3) -> None:
@@ -246,3 +290,12 @@ class Engine:
         finally:
             self._costs = measured
         self._costs = StepCosts(jnp.asarray(verify, jnp.float32), jnp.asarray(draft, jnp.float32))
+
+
+def _take_back(counters: StepStats, source_X: np.ndarray, *, first_depth: int) -> None:
+    """Uncount nodes of the newest step that the host cut off; `source_X` says who had proposed them (0: nobody)."""
+    for depth, source in enumerate(source_X, first_depth):
+        if source:
+            counters.accepted_BA[depth] -= 1
+            for m in range(len(counters.accepted_BM)):
+                counters.accepted_BM[m] -= int(source) >> m & 1

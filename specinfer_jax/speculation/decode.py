@@ -16,20 +16,33 @@ from specinfer_jax.models.kv_cache import commit, gather_rows, read_first
 from specinfer_jax.models.transformer import Params, forward, vocabulary_logits
 from specinfer_jax.notation import LayerKV
 from specinfer_jax.speculation import gate
+from specinfer_jax.speculation.draft import MergedDraft, merge_drafts
 from specinfer_jax.speculation.gate import StepCosts
+from specinfer_jax.speculation.mss import verify_mss
+from specinfer_jax.speculation.rules import MSS_RENORMALIZED
+from specinfer_jax.speculation.sampling import (
+    ChosenLogprobs,
+    History,
+    InUse,
+    chosen_logprobs,
+    history_of_root,
+    in_use,
+    no_logprobs,
+)
 from specinfer_jax.speculation.speculator import Context, Speculator, SpeculatorState
 from specinfer_jax.speculation.state import (
+    FAILED,
     LENGTH,
     RUNNING,
     STOPPED,
     DecodeParams,
     DecodeState,
+    LastStep,
     StepProgram,
     StepStats,
     StepTrace,
 )
-from specinfer_jax.speculation.verifier import Verdict, verify_greedy
-from specinfer_jax.tree.merge import merge_trees
+from specinfer_jax.speculation.verifier import Target, Verdict, verify_greedy, verify_naive
 from specinfer_jax.tree.token_tree import TokenTree, clip_depth, order_by, root_only, truncate
 
 
@@ -42,19 +55,24 @@ def traced_step(
     params: DecodeParams, state: DecodeState, costs: StepCosts, *, program: StepProgram
 ) -> tuple[DecodeState, StepTrace]:
     """`step`, and what it did; compiled without its second result it is `step`."""
-    context = Context(state.token_BS, state.committed_B, state.prompt_len_B)
+    context = Context(state.token_BS, state.committed_B, state.prompt_len_B, state.sampling)
+    use = in_use(state.sampling, state.active_B)
     room_B = jnp.where(state.active_B, state.limit_B - state.committed_B, 0)
     draft, speculators = _speculate(params, state, costs, context, room_B, program)
     draft, chosen = _fit(draft, state, costs, program)
+    history = history_of_root(
+        state.token_BS, state.committed_B, state.prompt_len_B, vocab_size=program.vocab_size, shaped=use.shaped
+    )
 
     def branch(rows: int):
-        return lambda: _verify(params.llm, truncate(draft.tree, rows), state, context, program)
+        return lambda: _verify(params.llm, draft, rows, state, context, history, use, program)
 
     # Branches only read the cache; one that wrote it would copy it whole (docs/log.md).
     if program.speculators:
-        verdict, path_rows = jax.lax.switch(chosen, [branch(rows) for rows in program.buckets])
+        verified = jax.lax.switch(chosen, [branch(rows) for rows in program.buckets])
     else:
-        verdict, path_rows = read_first(state.active_B.any(), branch(1))
+        verified = read_first(state.active_B.any(), branch(1))
+    verdict = verified.verdict
     kept_B, finish_B = _apply_stop_rules(verdict, state, room_B)
 
     position_BA = state.committed_B[:, None] + jnp.arange(program.path_len, dtype=jnp.int32)[None]
@@ -71,12 +89,13 @@ def traced_step(
         committed_B=state.committed_B + kept_B,
         active_B=state.active_B & (finish_B == RUNNING),
         finish_B=jnp.where(state.active_B, finish_B, state.finish_B),
-        cache=commit(state.cache, path_rows, kept_B),
+        cache=commit(state.cache, verified.path_kv, kept_B),
         speculators=speculators,
         rate_BJ=gate.update_rates(
             state.rate_BJ, jnp.asarray(program.prior_rates()), draft.kind_BN, hit_BN, observed_BN
         ),
         stats=_count(state, chosen, draft, hit_BN, trace, program),
+        last=LastStep(_sources(draft, verdict, kept_B), verified.logprobs),
     )
     return new_state, trace
 
@@ -98,45 +117,30 @@ def burst(
     return state
 
 
-class _MergedDraft(NamedTuple):
-    """One tree per slot out of all speculators' proposals."""
-
-    tree: TokenTree
-    """`[B, N]`."""
-    kind_BN: Int[Array, "B N"]
-    """Acceptance statistic of every node, over all speculators."""
-    source_BN: UInt32[Array, "B N"]
-    """Bit m: speculator m proposed the node."""
-
-    def moved(self, tree: TokenTree, old_row_BN: Int[Array, "B N"]) -> "_MergedDraft":
-        """The same draft after its tree's rows moved."""
-
-        def take(x_BN: Array) -> Array:
-            return jnp.take_along_axis(x_BN, old_row_BN, axis=1, mode="fill", fill_value=0)
-
-        return _MergedDraft(tree, take(self.kind_BN), take(self.source_BN))
-
-
 def _speculate(
     params: DecodeParams, state: DecodeState, costs: StepCosts, context: Context, room_B: Array, program: StepProgram
-) -> tuple[_MergedDraft, tuple[SpeculatorState, ...]]:
+) -> tuple[MergedDraft, tuple[SpeculatorState, ...]]:
     """The union of all proposals, no deeper than the slot has room for, and the speculators' new states."""
     if not program.speculators:
         tree = root_only(context.root_token_B, 1)
-        return _MergedDraft(tree, tree.depth_BN, jnp.zeros_like(tree.token_BN, jnp.uint32)), ()
+        return MergedDraft(tree, tree.depth_BN, jnp.zeros_like(tree.token_BN, jnp.uint32)), ()
     wants_tree_B = room_B > 1  # with room for one token the bonus token is all that can be kept
     drafts, states, first_kind = [], [], 0
     for m, speculator in enumerate(program.speculators):
-        want_B = wants_tree_B & _worth_drafting(speculator, m, first_kind, state, costs, program)
+        want_B = wants_tree_B & (
+            _worth_drafting(speculator, m, first_kind, state, costs, program) | _must_stay_whole(state, program)
+        )
         draft, new_state = speculator.propose(params.speculators[m], state.speculators[m], context, want_B)
         drafts.append(draft._replace(kind_BN=draft.kind_BN + first_kind))
         states.append(new_state)
         first_kind += speculator.num_kinds
-    merged = merge_trees([draft.tree for draft in drafts])
-    kind_BR = jnp.concatenate([draft.kind_BN for draft in drafts], axis=1)
-    kind_BN = jnp.take_along_axis(kind_BR, merged.row_BN, axis=1, mode="fill", fill_value=0)
-    whole = _MergedDraft(merged.tree, kind_BN, merged.source_BN)
-    return whole.moved(*clip_depth(merged.tree, room_B - 1)), tuple(states)
+    merged = merge_drafts(drafts, with_draws=program.keeps_draws)
+    return merged.moved(*clip_depth(merged.tree, room_B - 1)), tuple(states)
+
+
+def _must_stay_whole(state: DecodeState, program: StepProgram) -> Bool[Array, ""]:
+    """Whether a slot's tokens depend on its whole tree: a cut made for its neighbours' sake would change them."""
+    return jnp.bool_(program.keeps_draws) & (state.active_B & state.sampling.is_random_B).any()
 
 
 def _worth_drafting(
@@ -161,8 +165,8 @@ def _worth_drafting(
 
 
 def _fit(
-    draft: _MergedDraft, state: DecodeState, costs: StepCosts, program: StepProgram
-) -> tuple[_MergedDraft, Int[Array, ""]]:
+    draft: MergedDraft, state: DecodeState, costs: StepCosts, program: StepProgram
+) -> tuple[MergedDraft, Int[Array, ""]]:
     """The draft with its likeliest rows first, and the index of the bucket to run."""
     if not (program.adaptive and program.speculators):
         rows_needed = jnp.max(jnp.sum(draft.tree.valid_BN, axis=1))
@@ -171,28 +175,75 @@ def _fit(
     chance_BN = gate.path_chances(draft.tree, rate_BN, depth=program.path_len - 1)
     draft = draft.moved(*order_by(draft.tree, chance_BN))
     chance_BN = -jnp.sort(-chance_BN, axis=1)
-    return draft, gate.best_bucket(chance_BN, state.active_B, program.buckets, costs.verify_J)
+    best = gate.best_bucket(chance_BN, state.active_B, program.buckets, costs.verify_J)
+    return draft, jnp.where(_must_stay_whole(state, program), len(program.buckets) - 1, best)
+
+
+class _Verified(NamedTuple):
+    """Result of one LLM pass, padded to the longest path whatever the number of rows."""
+
+    verdict: Verdict
+    """The accepted path."""
+    path_kv: tuple[LayerKV, ...]
+    """K/V of its rows."""
+    logprobs: ChosenLogprobs
+    """Of the path's tokens, entry `slot * A + index`; zeros unless a slot asks for them."""
 
 
 def _verify(
-    params: Params, tree: TokenTree, state: DecodeState, context: Context, program: StepProgram
-) -> tuple[Verdict, tuple[LayerKV, ...]]:
-    """One LLM pass over the trees; the verdict and the K/V of its path, both padded to the longest path."""
+    params: Params, draft: MergedDraft, rows: int, state: DecodeState, context: Context, history: History, use: InUse,
+    program: StepProgram,
+) -> _Verified:  # fmt: skip
+    """One LLM pass over the trees' first rows, and what the rules say of it."""
+    tree = truncate(draft.tree, rows)
     B, N = tree.token_BN.shape
     A = program.path_len
     # The root sits at position cache length = committed - 1; a node's position follows from its depth.
     position_BN = state.cache.length_B[:, None] + tree.depth_BN
-    x_DT, rows = forward(
+    x_DT, kv = forward(
         params, tree.token_BN, position_BN, state.cache, ancestor_words(tree.parent_BN),
         config=program.llm, prompt_len_B=context.prompt_len_B, implementation=program.implementation,
     )  # fmt: skip
     logits_VT = vocabulary_logits(params, x_DT, config=program.llm)
-    target_BN = jnp.argmax(logits_VT, axis=0).astype(jnp.int32).reshape(B, N)
-    verdict = verify_greedy(tree, target_BN, path_len=min(A, N))
-    padding = ((0, 0), (0, A - min(A, N)))
+    target = Target(logits_VT[: program.vocab_size], state.sampling, state.is_stop_BV, use)
+    path_len = min(A, N)
+
+    def greedy() -> Verdict:
+        target_T = jnp.argmax(target.logits_VT, axis=0).astype(jnp.int32)
+        best_T = jnp.take_along_axis(target.logits_VT, target_T[None], axis=0)[0]
+        failed_BN = ~jnp.isfinite(best_T).reshape(B, N)  # a NaN is the argmax of its column
+        return verify_greedy(tree, target_T.reshape(B, N), path_len=path_len, failed_BN=failed_BN)
+
+    def walk() -> Verdict:
+        if rows < program.buckets[-1] or not program.keeps_draws:  # with draws only whole trees come here
+            return verify_naive(tree, target, history, state.committed_B, path_len=path_len)
+        assert draft.draws is not None and draft.drawn_from is not None
+        renormalize = program.verification == MSS_RENORMALIZED
+        return verify_mss(
+            tree, draft.draws, draft.drawn_from, target, history, state.committed_B,
+            path_len=path_len, renormalize=renormalize,
+        )  # fmt: skip
+
+    verdict = jax.lax.cond(use.plain, greedy, walk)
+    padding = ((0, 0), (0, A - path_len))
     path_BA = jnp.pad(verdict.path_BA, padding, constant_values=N)
-    token_BA = jnp.pad(verdict.token_BA, padding)
-    return Verdict(path_BA, token_BA, verdict.accepted_B), gather_rows(rows, path_BA)
+    verdict = verdict._replace(path_BA=path_BA, token_BA=jnp.pad(verdict.token_BA, padding))
+
+    def logprobs() -> ChosenLogprobs:
+        column_BA = jnp.arange(B)[:, None] * N + jnp.minimum(path_BA, N - 1)
+        path_logits_VT = jnp.take(logits_VT, column_BA.reshape(-1), axis=1)
+        return chosen_logprobs(path_logits_VT, verdict.token_BA.reshape(-1), num_top=program.num_logprobs)
+
+    chosen = jax.lax.cond(use.logprobs, logprobs, lambda: no_logprobs(B * A, program.num_logprobs))
+    return _Verified(verdict, gather_rows(kv, path_BA), chosen)
+
+
+def _sources(draft: MergedDraft, verdict: Verdict, kept_B: Int[Array, " B"]) -> UInt32[Array, "B A"]:
+    """Who had proposed each kept token."""
+    node_BA = jnp.roll(verdict.path_BA, -1, axis=1)
+    source_BA = jnp.take_along_axis(draft.source_BN, node_BA, axis=1, mode="fill", fill_value=0)
+    is_node_BA = jnp.arange(node_BA.shape[1])[None] < jnp.minimum(verdict.accepted_B, kept_B)[:, None]
+    return jnp.where(is_node_BA, source_BA, jnp.uint32(0))
 
 
 def _apply_stop_rules(
@@ -204,14 +255,17 @@ def _apply_stop_rules(
     is_stop_BA = jnp.take_along_axis(state.is_stop_BV, verdict.token_BA, axis=1, mode="fill", fill_value=False)
     is_stop_BA = is_stop_BA & is_new_BA
     up_to_stop_B = jnp.where(is_stop_BA.any(axis=1), jnp.argmax(is_stop_BA, axis=1).astype(jnp.int32) + 1, A + 1)
-    kept_B = jnp.minimum(jnp.minimum(verdict.accepted_B + 1, up_to_stop_B), room_B)
-    finish_B = jnp.where(kept_B == room_B, LENGTH, RUNNING)
+    # Where no token could be chosen behind the path, the path is still good.
+    new_B = verdict.accepted_B + jnp.where(verdict.failed_B, 0, 1)
+    kept_B = jnp.minimum(jnp.minimum(new_B, up_to_stop_B), room_B)
+    finish_B = jnp.where(verdict.failed_B & (kept_B == new_B), FAILED, RUNNING)
+    finish_B = jnp.where(kept_B == room_B, LENGTH, finish_B)
     finish_B = jnp.where(kept_B == up_to_stop_B, STOPPED, finish_B)
     return kept_B, finish_B.astype(jnp.int32)
 
 
 def _count(
-    state: DecodeState, chosen: Array, draft: _MergedDraft, hit_BN: Array, trace: StepTrace, program: StepProgram
+    state: DecodeState, chosen: Array, draft: MergedDraft, hit_BN: Array, trace: StepTrace, program: StepProgram
 ) -> StepStats:
     """Counters after this step; only what was verified and kept counts."""
     stats, tree = state.stats, draft.tree

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from specinfer_jax.speculation.speculator import Context, Draft, SpeculatorState, drop_unwanted
+from specinfer_jax.speculation.draft import Draft
+from specinfer_jax.speculation.speculator import Context, SpeculatorState, drop_unwanted
 from specinfer_jax.tree.merge import merge_trees
 from specinfer_jax.tree.token_tree import TokenTree
 

@@ -1,16 +1,26 @@
 """How a request gets into a slot: an empty state, admission, and prefill in chunks."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.tree_attention import causal_words
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache, commit, init_cache, read_first
-from specinfer_jax.models.transformer import Params, forward
+from specinfer_jax.models.transformer import Params, forward, vocabulary_logits
 from specinfer_jax.notation import LayerKV
-from specinfer_jax.speculation.state import RUNNING, DecodeParams, DecodeState, StepProgram, StepStats
+from specinfer_jax.speculation.randomness import request_key
+from specinfer_jax.speculation.sampling import (
+    ChosenLogprobs,
+    SamplingState,
+    chosen_logprobs,
+    neutral_sampling,
+    no_logprobs,
+)
+from specinfer_jax.speculation.state import RUNNING, DecodeParams, DecodeState, LastStep, StepProgram, StepStats
 
 
 def init_state(
@@ -40,7 +50,8 @@ def init_state(
         limit_B=zeros(),
         active_B=jnp.zeros((num_slots,), bool),
         finish_B=zeros(),
-        is_stop_BV=jnp.zeros((num_slots, program.llm.vocab_size), bool),
+        is_stop_BV=jnp.zeros((num_slots, program.vocab_size), bool),
+        sampling=neutral_sampling(num_slots, program.vocab_size),
         cache=cache(program.llm, max_model_len),
         speculators=tuple(
             () if s.cached_model is None else cache(s.cached_model.config, min(s.cached_model.max_len, max_model_len))
@@ -48,35 +59,50 @@ def init_state(
         ),
         rate_BJ=jnp.tile(jnp.asarray(program.prior_rates())[None], (num_slots, 1)),
         stats=StepStats(zeros(len(program.buckets)), zeros(A), zeros(A), zeros(M), zeros(M)),
+        last=LastStep(jnp.zeros((num_slots, A), jnp.uint32), no_logprobs(num_slots * A, program.num_logprobs)),
     )
 
 
-def admit(
-    state: DecodeState,
-    slot: Int[Array, ""],
-    token_S: Int[Array, " S"],
-    prompt_len: Int[Array, ""],
-    limit: Int[Array, ""],
-    is_stop_V: Bool[Array, " V"],
-    *,
-    program: StepProgram,
-) -> DecodeState:
-    """Give a slot to a request: its prompt, its limit, its stop ids; counters and rates start afresh."""
+class Admission(NamedTuple):
+    """All that the device needs to know of one request."""
+
+    token_S: Int[Array, " S"]
+    """The prompt, 0 behind it."""
+    prompt_len: Int[Array, ""]
+    """Its tokens."""
+    limit: Int[Array, ""]
+    """Tokens at which the request ends with reason length."""
+    is_stop_V: Bool[Array, " V"]
+    """Ids that end it."""
+    sampling: SamplingState
+    """Of one slot (B = 1); `key_B2` holds the seed's high and low 32 bits."""
+    sample: Int[Array, ""]
+    """Which of the n continuations of one seed it is."""
+
+
+def admit(state: DecodeState, slot: Int[Array, ""], request: Admission, *, program: StepProgram) -> DecodeState:
+    """Give a slot to a request; counters and rates start afresh."""
 
     def forget(cache: KVCache) -> KVCache:
         return cache._replace(length_B=cache.length_B.at[slot].set(0))
 
+    def put(field_BX: Array, value_X: Array) -> Array:
+        return field_BX.at[slot].set(value_X)
+
+    key_B2 = request_key(request.sampling.key_B2[0], request.sample)[None]
+    sampling = request.sampling._replace(key_B2=key_B2)
     return state._replace(
-        token_BS=state.token_BS.at[slot].set(token_S),
-        committed_B=state.committed_B.at[slot].set(prompt_len),
-        prompt_len_B=state.prompt_len_B.at[slot].set(prompt_len),
-        limit_B=state.limit_B.at[slot].set(limit),
+        token_BS=put(state.token_BS, request.token_S),
+        committed_B=put(state.committed_B, request.prompt_len),
+        prompt_len_B=put(state.prompt_len_B, request.prompt_len),
+        limit_B=put(state.limit_B, request.limit),
         active_B=state.active_B.at[slot].set(True),
         finish_B=state.finish_B.at[slot].set(RUNNING),
-        is_stop_BV=state.is_stop_BV.at[slot].set(is_stop_V),
+        is_stop_BV=put(state.is_stop_BV, request.is_stop_V),
+        sampling=jax.tree.map(lambda field_BX, value_1X: put(field_BX, value_1X[0]), state.sampling, sampling),
         cache=forget(state.cache),
         speculators=tuple(forget(s) if isinstance(s, KVCache) else s for s in state.speculators),
-        rate_BJ=state.rate_BJ.at[slot].set(jnp.asarray(program.prior_rates())),
+        rate_BJ=put(state.rate_BJ, jnp.asarray(program.prior_rates())),
         stats=jax.tree.map(lambda counter_BX: counter_BX.at[slot].set(0), state.stats),
     )
 
@@ -88,29 +114,55 @@ def release(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
 
 def prefill_chunk(
     params: DecodeParams, state: DecodeState, slot: Int[Array, ""], *, program: StepProgram, chunk: int
-) -> DecodeState:
+) -> tuple[DecodeState, Float[Array, "D T"]]:
     """Put the next `chunk` prompt tokens of a slot into the LLM's and the SSMs' caches.
 
     The prompt's last token stays out: it is the root of the first step, whose pass computes its K/V and its logits.
+
+    Returns:
+      The state, and the LLM's activations behind those tokens (for `prompt_logprobs`).
     """
     end = state.prompt_len_B[slot] - 1
 
-    def run(model: Params, config: ModelConfig, cache: KVCache, longest: int) -> KVCache:
+    def run(model: Params, config: ModelConfig, cache: KVCache, longest: int) -> tuple[KVCache, Array]:
         count = jnp.clip(jnp.minimum(end, longest) - cache.length_B[slot], 0, chunk)
         return _append_prompt(model, config, cache, state, slot, count, program, chunk)
 
     speculators = tuple(
-        s_state if s.cached_model is None else run(model, s.cached_model.config, s_state, s.cached_model.max_len)
+        s_state if s.cached_model is None else run(model, s.cached_model.config, s_state, s.cached_model.max_len)[0]
         for s, s_state, model in zip(program.speculators, state.speculators, params.speculators, strict=True)
     )
-    cache = run(params.llm, program.llm, state.cache, state.token_BS.shape[1])
-    return state._replace(cache=cache, speculators=speculators)
+    cache, x_DT = run(params.llm, program.llm, state.cache, state.token_BS.shape[1])
+    return state._replace(cache=cache, speculators=speculators), x_DT
+
+
+def prompt_logprobs(
+    params: DecodeParams, state: DecodeState, slot: Int[Array, ""], x_DT: Float[Array, "D T"], start: Int[Array, ""],
+    *, program: StepProgram,
+) -> ChosenLogprobs:  # fmt: skip
+    """Log-probabilities of the prompt's tokens behind those of a chunk.
+
+    Args:
+      params: the models.
+      state: of the slots.
+      slot: of the request.
+      x_DT: what `prefill_chunk` returned.
+      start: position of the chunk's first token.
+      program: what is compiled.
+
+    Returns:
+      One entry per token of the chunk, for the token that follows it; rows behind the prompt's end mean nothing.
+    """
+    logits_VT = vocabulary_logits(params.llm, x_DT, config=program.llm)
+    position_T = start + 1 + jnp.arange(x_DT.shape[1], dtype=jnp.int32)
+    next_T = state.token_BS[slot].at[position_T].get(mode="fill", fill_value=0)
+    return chosen_logprobs(logits_VT, next_T, num_top=program.num_logprobs)
 
 
 def _append_prompt(
     params: Params, config: ModelConfig, cache: KVCache, state: DecodeState, slot: Array, count: Array,
     program: StepProgram, chunk: int,
-) -> KVCache:  # fmt: skip
+) -> tuple[KVCache, Float[Array, "D T"]]:  # fmt: skip
     """One chain of `chunk` rows of one slot; rows from `count` on are padding and are dropped."""
     start = cache.length_B[slot]
     step_Q = jnp.arange(chunk, dtype=jnp.int32)
@@ -118,10 +170,11 @@ def _append_prompt(
     token_1Q = state.token_BS[slot][position_1Q]
     view = cache._replace(block_table=cache.block_table[slot][None], length_B=start[None])
 
-    def rows() -> tuple[LayerKV, ...]:
+    def run() -> tuple[Array, tuple[LayerKV, ...]]:
         return forward(
             params, token_1Q, position_1Q, view, causal_words(chunk)[None],
             config=config, prompt_len_B=state.prompt_len_B[slot][None], implementation=program.implementation,
-        )[1]  # fmt: skip
+        )  # fmt: skip
 
-    return commit(cache, read_first(count > 0, rows), count[None], slot[None])
+    x_DT, rows = read_first(count > 0, run)
+    return commit(cache, rows, count[None], slot[None]), x_DT

@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from specinfer_jax.models.config import ModelConfig
+from specinfer_jax.speculation.draft import Draft
+from specinfer_jax.speculation.sampling import SamplingState
 from specinfer_jax.tree.token_tree import TokenTree, root_only
 
 SpeculatorState = Any
@@ -15,7 +17,7 @@ SpeculatorState = Any
 
 
 class Context(NamedTuple):
-    """What is committed so far; all a speculator may look at."""
+    """What is committed so far, and how tokens are to be chosen; all a speculator may look at."""
 
     token_BS: Int[Array, "B S"]
     """Prompt and committed tokens of every slot, 0 behind them."""
@@ -23,20 +25,13 @@ class Context(NamedTuple):
     """Number of those tokens; the last one is the tree's root."""
     prompt_len_B: Int[Array, " B"]
     """Tokens of the prompt (dynamic rope scaling reads it)."""
+    sampling: SamplingState
+    """Temperature, filters and random key of every slot."""
 
     @property
     def root_token_B(self) -> Int[Array, " B"]:
         """The last committed token of every slot."""
         return jnp.take_along_axis(self.token_BS, self.committed_B[:, None] - 1, axis=1, mode="clip")[:, 0]
-
-
-class Draft(NamedTuple):
-    """A proposed tree, and for every row the acceptance statistic it counts towards."""
-
-    tree: TokenTree
-    """`[B, 1 + num_nodes]`."""
-    kind_BN: Int[Array, "B N"]
-    """Index into the speculator's acceptance rates (see gate.py); any value for root and padding."""
 
 
 class CachedModel(NamedTuple):

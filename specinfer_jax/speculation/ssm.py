@@ -7,10 +7,12 @@ root rides behind the last chain as row 0 of the tree:
                         ^ cached to here     caught up, committed
 
 So rejected branches, bonus tokens, nodes of other speculators and steps without speculation need no special case.
+At a temperature, children may be drawn (rules.py); a draw that does not exist because q has no more tokens leaves an
+invalid row, and its subtree with it.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +24,12 @@ from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache, commit, read_first
 from specinfer_jax.models.transformer import forward, vocabulary_logits
 from specinfer_jax.notation import LayerKV
-from specinfer_jax.speculation.speculator import CachedModel, Context, Draft, drop_unwanted
+from specinfer_jax.speculation.children import drawn_children, likeliest_children
+from specinfer_jax.speculation.draft import Draft
+from specinfer_jax.speculation.mss import DraftDistributions
+from specinfer_jax.speculation.randomness import Role, keys_at
+from specinfer_jax.speculation.rules import TOP_K
+from specinfer_jax.speculation.speculator import CachedModel, Context, drop_unwanted
 from specinfer_jax.tree.expand import Expansion
 from specinfer_jax.tree.token_tree import TokenTree
 
@@ -41,6 +48,10 @@ class SsmSpeculator:
     """Longest context the SSM drafts for; beyond it the speculator is silent."""
     vocab_limit: int
     """Ids from here on are never proposed (padding of either vocabulary)."""
+    children: str = TOP_K
+    """How children are chosen in slots with a temperature (rules.py); in greedy slots always the likeliest."""
+    number: int = 0
+    """Which of the SSMs it is: SSMs draw with different keys, or their trees would be correlated."""
     name: str = "ssm"
     """Shown in statistics."""
     implementation: str | None = None
@@ -89,21 +100,27 @@ class SsmSpeculator:
         cache = self._catch_up(params, state, context, want_B, chain_len)
         lag_B = jnp.where(want_B, context.committed_B - 1 - cache.length_B, 0)
 
-        def draft() -> tuple[Array, tuple[LayerKV, ...]]:
+        def draft() -> tuple[_Expanded, tuple[LayerKV, ...]]:
             return self._expand(params, cache, context, lag_B, chain_len)
 
-        token_Bn, rows = read_first(want_B.any(), draft)
+        expanded, rows = read_first(want_B.any(), draft)
         cache = commit(cache, rows, lag_B)
 
         parent_N, depth_N, kind_N = self.static_tree()
-        shape = (token_Bn.shape[0], self.num_nodes + 1)
+        B = want_B.shape[0]
+        root_B1 = context.root_token_B[:, None]
+        valid_BN = jnp.concatenate([jnp.ones((B, 1), bool), expanded.valid_Bn], axis=1)
         tree = TokenTree(
-            token_BN=jnp.concatenate([context.root_token_B[:, None], token_Bn], axis=1),
-            parent_BN=jnp.broadcast_to(parent_N[None], shape),
-            depth_BN=jnp.broadcast_to(depth_N[None], shape),
-            valid_BN=jnp.ones(shape, bool),
+            token_BN=jnp.concatenate([root_B1, jnp.where(expanded.valid_Bn, expanded.token_Bn, 0)], axis=1),
+            parent_BN=jnp.where(valid_BN, parent_N[None], len(parent_N)),
+            depth_BN=jnp.where(valid_BN, depth_N[None], 0),
+            valid_BN=valid_BN,
         )
-        return Draft(drop_unwanted(tree, want_B), jnp.broadcast_to(kind_N[None], shape)), cache
+        kind_BN = jnp.broadcast_to(kind_N[None], valid_BN.shape)
+        slot_BN = None
+        if expanded.drawn_from is not None:
+            slot_BN = jnp.concatenate([jnp.zeros((B, 1), jnp.int32), expanded.slot_Bn], axis=1)
+        return Draft(drop_unwanted(tree, want_B), kind_BN, slot_BN, expanded.drawn_from), cache
 
     def _chain_rows(
         self, params: Any, cache: KVCache, context: Context, count_B: Int[Array, " B"], chain_len: int
@@ -138,29 +155,32 @@ class SsmSpeculator:
 
     def _expand(
         self, params: Any, cache: KVCache, context: Context, lag_B: Int[Array, " B"], chain_len: int
-    ) -> tuple[Int[Array, "B n"], tuple[LayerKV, ...]]:
-        """Tokens of all speculated rows, and the K/V of the chain that caught up (lag rows, then the root)."""
+    ) -> tuple["_Expanded", tuple[LayerKV, ...]]:
+        """All speculated rows, and the K/V of the chain that caught up (lag rows, then the root)."""
         B = lag_B.shape[0]
         x_DT, chain = self._chain_rows(params, cache, context, lag_B + 1, chain_len)
         x_DW = jnp.take_along_axis(x_DT.reshape(-1, B, chain_len), lag_B[None, :, None], axis=2)[:, :, 0]
         # The chain stays uncommitted here: chain and tree together are one tree whose root is the chain's first row.
         words_BRC = ancestor_words(self._parents_behind_chain(lag_B, chain_len))
-        rows, level_tokens, start = chain, [], chain_len
+        rows, levels, start = chain, [], chain_len
+        parent_valid_BW = jnp.ones((B, 1), bool)
         for level, (k, size) in enumerate(zip(self.expansion.widths, self.expansion.level_sizes, strict=True)):
-            token_BW = self._children(params, x_DW, B, k).reshape(B, size)
-            level_tokens.append(token_BW)
+            children = self._children(params, x_DW, context, k, level)
+            parent_valid_BW = (children.valid_Bn.reshape(B, -1, k) & parent_valid_BW[:, :, None]).reshape(B, size)
+            levels.append(children._replace(valid_Bn=parent_valid_BW))
             if level + 1 == self.expansion.depth:
                 break  # leaves need no pass of their own
             stop = start + size
             position_BW = jnp.broadcast_to((context.committed_B + level)[:, None], (B, size))
             x_DW, new = forward(
-                params, token_BW, position_BW, cache, words_BRC[:, start:stop, : -(-stop // 32)],
+                params, children.token_Bn, position_BW, cache, words_BRC[:, start:stop, : -(-stop // 32)],
                 config=self.config, earlier=rows, prompt_len_B=context.prompt_len_B,
                 implementation=self.implementation,
             )  # fmt: skip
             rows = jax.tree.map(lambda old, added: jnp.concatenate([old, added], axis=1), rows, new)
             start = stop
-        return jnp.concatenate(level_tokens, axis=1), chain
+        # None (no distributions) is an empty pytree, so all levels have the same structure.
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *levels), chain
 
     def _parents_behind_chain(self, lag_B: Int[Array, " B"], chain_len: int) -> Int[Array, "B R"]:
         """Parents of the chain's rows (0 to lag, the last is the tree's root) followed by the tree's other rows."""
@@ -170,12 +190,32 @@ class SsmSpeculator:
         tree_Bn = jnp.where(parent_n[None] == 0, lag_B[:, None], parent_n[None] + chain_len - 1)
         return jnp.concatenate([jnp.broadcast_to(chain_C[None], (B, chain_len)), tree_Bn], axis=1)
 
-    def _children(self, params: Any, x_DT: Float[Array, "D T"], B: int, k: int) -> Int[Array, "B w k"]:
-        """The k most probable ids after every row."""
+    def _children(self, params: Any, x_DT: Float[Array, "D T"], context: Context, k: int, level: int) -> "_Expanded":
+        """k children of every node of one level, laid out as the next level's nodes."""
+        B = context.committed_B.shape[0]
         logits_VT = vocabulary_logits(params, x_DT, config=self.config)[: self.vocab_limit]
-        if k == 1:
-            return jnp.argmax(logits_VT, axis=0).astype(jnp.int32).reshape(B, -1, 1)
-        _, id_TK = jax.lax.top_k(logits_VT.T, min(k, self.vocab_limit))
-        # A vocabulary smaller than k: repeat the last id; the verifier takes the first of equal siblings.
-        id_TK = jnp.pad(id_TK, ((0, 0), (0, k - id_TK.shape[1])), mode="edge")
-        return id_TK.astype(jnp.int32).reshape(B, -1, k)
+        if self.children == TOP_K:
+            token_BWk, valid_BWk = likeliest_children(logits_VT, B, k)
+            slot_BWk, drawn_from = jnp.zeros_like(token_BWk), None
+        else:
+            key_B = keys_at(context.sampling.key_B2, context.committed_B, Role.DRAFT, self.number, level)
+            drawn = drawn_children(logits_VT, context.sampling, key_B, k=k, rule=self.children)
+            token_BWk, valid_BWk, slot_BWk, drawn_from = drawn
+        if "output_ids" in params:  # a reduced head: its rows stand for these ids of the LLM
+            id_V = params["output_ids"]
+            token_BWk = id_V[token_BWk]
+            drawn_from = None if drawn_from is None else drawn_from._replace(id_BEC=id_V[drawn_from.id_BEC])
+        return _Expanded(token_BWk.reshape(B, -1), valid_BWk.reshape(B, -1), slot_BWk.reshape(B, -1), drawn_from)
+
+
+class _Expanded(NamedTuple):
+    """Speculated rows, the root not among them, and what they were drawn from."""
+
+    token_Bn: Int[Array, "B n"]
+    """Ids."""
+    valid_Bn: Bool[Array, "B n"]
+    """False: no such draw, or none above it."""
+    slot_Bn: Int[Array, "B n"]
+    """Candidates drawn."""
+    drawn_from: DraftDistributions | None
+    """q of every expanded row, the root's first; None: chosen without randomness."""

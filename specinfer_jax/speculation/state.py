@@ -9,12 +9,16 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache
 from specinfer_jax.models.transformer import Params
+from specinfer_jax.outputs import MAX_LOGPROBS
+from specinfer_jax.speculation.rules import NAIVE, uses_draws
+from specinfer_jax.speculation.sampling import ChosenLogprobs, SamplingState
 from specinfer_jax.speculation.speculator import Speculator, SpeculatorState
 from specinfer_jax.speculation.verifier import Verdict
 from specinfer_jax.tree.token_tree import ROW_BUCKETS, TokenTree
 
-RUNNING, STOPPED, LENGTH = 0, 1, 2
-"""Values of `DecodeState.finish_B`: still decoding; a stop token was committed; the limit was reached."""
+RUNNING, STOPPED, LENGTH, FAILED = 0, 1, 2, 3
+"""Values of `DecodeState.finish_B`: still decoding; a stop token was committed; the limit was reached; no token could
+be chosen (NaN logits, or every id is banned)."""
 
 
 class StepStats(NamedTuple):
@@ -32,6 +36,15 @@ class StepStats(NamedTuple):
     """Accepted and kept nodes by speculator that proposed them."""
 
 
+class LastStep(NamedTuple):
+    """What the newest step committed, for hosts that look at every step."""
+
+    source_BA: UInt32[Array, "B A"]
+    """By committed token: bit m: speculator m had proposed it; 0 for bonus tokens and behind the kept ones."""
+    logprobs: ChosenLogprobs
+    """Of the tokens, entry `slot * A + index`; zeros unless a slot asks for them."""
+
+
 class DecodeState(NamedTuple):
     """All device state of the slots; donated to every step."""
 
@@ -46,9 +59,11 @@ class DecodeState(NamedTuple):
     active_B: Bool[Array, " B"]
     """The slot decodes a request."""
     finish_B: Int[Array, " B"]
-    """RUNNING, STOPPED or LENGTH."""
+    """RUNNING, STOPPED, LENGTH or FAILED."""
     is_stop_BV: Bool[Array, "B V"]
     """Token ids that end the slot's request."""
+    sampling: SamplingState
+    """How the slot's tokens are chosen."""
     cache: KVCache
     """The LLM's cache; between steps its length is committed - 1."""
     speculators: tuple[SpeculatorState, ...]
@@ -57,6 +72,8 @@ class DecodeState(NamedTuple):
     """Running acceptance rates of all kinds of nodes, speculators side by side."""
     stats: StepStats
     """Counters."""
+    last: LastStep
+    """The newest step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +88,10 @@ class StepProgram:
     """Let the acceptance gate cut or skip trees; False verifies every tree whole."""
     max_rows: int = 128
     """With the gate: rows of the largest pass, root included; of larger trees the likeliest nodes are kept."""
+    verification: str = NAIVE
+    """Rule in slots with a temperature (rules.py); greedy slots walk along the argmax."""
+    vocab_limit: int | None = None
+    """Ids from here on are padding and never emitted; None: the tokenizer knows all of them."""
     implementation: str | None = None
     """Attention kernel; None picks."""
 
@@ -85,9 +106,24 @@ class StepProgram:
         return 1 + max((s.depth for s in self.speculators), default=0)
 
     @property
+    def vocab_size(self) -> int:
+        """Ids that may be emitted."""
+        return self.vocab_limit or self.llm.vocab_size
+
+    @property
+    def num_logprobs(self) -> int:
+        """Alternatives per token where log-probabilities are asked for."""
+        return min(MAX_LOGPROBS, self.llm.vocab_size)
+
+    @property
+    def keeps_draws(self) -> bool:
+        """The verifier needs to know what children were drawn from; trees of slots with a temperature are never cut."""
+        return uses_draws(self.verification)
+
+    @property
     def buckets(self) -> tuple[int, ...]:
         """Row counts compiled: the smallest that holds the whole tree, and with the gate those on the way."""
-        rows = min(self.num_rows, self.max_rows) if self.adaptive else self.num_rows
+        rows = min(self.num_rows, self.max_rows) if self.adaptive and not self.keeps_draws else self.num_rows
         whole = next((bucket for bucket in ROW_BUCKETS if bucket >= rows), rows)
         if not self.adaptive:
             return (1, whole) if whole > 1 else (1,)

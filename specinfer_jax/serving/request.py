@@ -1,0 +1,146 @@
+"""What the engine is asked for and what it hands back, and how a request becomes arrays."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from specinfer_jax.errors import SamplingError
+from specinfer_jax.metrics import RequestStats
+from specinfer_jax.outputs import TokenLogprobs
+from specinfer_jax.sampling_params import GREEDY, SamplingParams
+from specinfer_jax.speculation.sampling import (
+    MAX_BAD_LENGTH,
+    MAX_BAD_SEQUENCES,
+    ChosenLogprobs,
+    SamplingState,
+    neutral_sampling,
+)
+from specinfer_jax.speculation.slots import Admission
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineRequest:
+    """One prompt to continue; already checked by the caller."""
+
+    prompt_ids: Sequence[int]
+    """At least one id, fewer than the engine's max_model_len."""
+    max_tokens: int
+    """Most tokens to generate; the engine's max_model_len may end the request earlier."""
+    stop_token_ids: frozenset[int]
+    """Ids that end the request; the id itself is emitted."""
+    sampling: SamplingParams = GREEDY
+    """How tokens are chosen; `stop`, `n`, `seed`, `bad_words` and everything about text are the caller's."""
+    seed: int = 0
+    """Random numbers of this request, 64 bits; the caller draws one where the user gave none."""
+    sample: int = 0
+    """Which of the n continuations of one seed this is."""
+    bad_sequences: Sequence[Sequence[int]] = ()
+    """Token sequences that are never completed (`bad_words`, encoded)."""
+    watch: Callable[[list[int]], int | None] | None = None
+    """Host's stop rule: gets every step's new ids; returns how many of them to keep if the request ends with them, else
+    None. It sees each id once; the id that ends a request on the device is among them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """New tokens of one request."""
+
+    index: int
+    """Position of the request in the call."""
+    new_token_ids: list[int]
+    """Tokens committed since the last progress."""
+    finish_reason: str | None
+    """"stop", "length" or "error" with the last tokens, else None."""
+    stats: RequestStats | None
+    """Counters, with the last tokens only."""
+    logprobs: TokenLogprobs | None = None
+    """Of the new tokens, if the request asks for them."""
+    prompt_logprobs: TokenLogprobs | None = None
+    """Of the prompt's tokens behind the first, with the first progress, if the request asks for them."""
+    error: str | None = None
+    """Why the request failed, with finish reason "error"."""
+
+
+def admission(request: EngineRequest, *, max_model_len: int, vocab_size: int) -> Admission:
+    """The arrays that `admit` puts into a slot.
+
+    Raises:
+      SamplingError: more or longer banned sequences than fit.
+    """
+    count = len(request.prompt_ids)
+    token_S = np.zeros(max_model_len, np.int32)
+    token_S[:count] = request.prompt_ids
+    return Admission(
+        token_S=jnp.asarray(token_S),
+        prompt_len=jnp.int32(count),
+        limit=jnp.int32(min(count + request.max_tokens, max_model_len)),
+        is_stop_V=jnp.asarray(_is_among(request.stop_token_ids, vocab_size)),
+        sampling=_sampling(request, vocab_size),
+        sample=jnp.int32(request.sample),
+    )
+
+
+def _is_among(ids: Sequence[int] | frozenset[int], vocab_size: int) -> np.ndarray:
+    is_among_V = np.zeros(vocab_size, bool)
+    is_among_V[[i for i in ids if i < vocab_size]] = True
+    return is_among_V
+
+
+def _sampling(request: EngineRequest, vocab_size: int) -> SamplingState:
+    """One slot's `SamplingState`; the key is still the seed."""
+    params = request.sampling
+    bias_V = np.zeros(vocab_size, np.float32)
+    if params.allowed_token_ids is not None:
+        bias_V[~_is_among(params.allowed_token_ids, vocab_size)] = -np.inf
+    for token_id, bias in dict(params.logit_bias or {}).items():
+        if token_id < vocab_size:
+            bias_V[token_id] += bias
+    bias_V[_is_among([ids[0] for ids in request.bad_sequences if len(ids) == 1], vocab_size)] = -np.inf
+    bad_XY = _bad_sequences([ids for ids in request.bad_sequences if len(ids) > 1])
+    is_shaped = (
+        bool((bias_V != 0).any()) or bool((bad_XY[:, -1] >= 0).any()) or params.min_tokens > 0
+        or params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    )  # fmt: skip
+
+    def one(value: float | int, dtype: type = np.float32) -> np.ndarray:
+        return np.full((1,), value, dtype)
+
+    seed = request.seed % 2**64
+    return SamplingState(
+        temperature_B=jnp.asarray(one(0.0 if params.is_greedy else params.temperature)),
+        top_k_B=jnp.asarray(one(max(min(params.top_k, vocab_size), 0), np.int32)),
+        top_p_B=jnp.asarray(one(params.top_p)),
+        min_p_B=jnp.asarray(one(params.min_p)),
+        repetition_penalty_B=jnp.asarray(one(params.repetition_penalty)),
+        presence_penalty_B=jnp.asarray(one(params.presence_penalty)),
+        frequency_penalty_B=jnp.asarray(one(params.frequency_penalty)),
+        min_tokens_B=jnp.asarray(one(params.min_tokens, np.int32)),
+        bias_BV=jnp.asarray(bias_V[None]),
+        bad_BXY=jnp.asarray(bad_XY[None]),
+        is_shaped_B=jnp.asarray(one(is_shaped, bool)),
+        wants_logprobs_B=jnp.asarray(one(params.logprobs is not None, bool)),
+        key_B2=jnp.asarray(np.array([[seed >> 32, seed & 0xFFFFFFFF]], np.uint32)),
+    )
+
+
+def _bad_sequences(sequences: Sequence[Sequence[int]]) -> np.ndarray:
+    """int32 `[X, Y]`: right-aligned, padded as `SamplingState.bad_BXY` says."""
+    if len(sequences) > MAX_BAD_SEQUENCES or any(len(ids) > MAX_BAD_LENGTH for ids in sequences):
+        raise SamplingError(
+            f"bad_words come to {len(sequences)} sequences of up to {max(map(len, sequences))} tokens; at most "
+            f"{MAX_BAD_SEQUENCES} of more than one token fit, each of at most {MAX_BAD_LENGTH}"
+        )
+    bad_XY = np.array(neutral_sampling(1, 1).bad_BXY[0])
+    for row_Y, ids in zip(bad_XY, sequences, strict=False):
+        row_Y[-len(ids) :] = ids
+    return bad_XY
+
+
+def token_logprobs(parts: Sequence[ChosenLogprobs], counts: Sequence[int]) -> TokenLogprobs:
+    """The first `count` entries of every part, in a row, on the host."""
+    columns = zip(*parts, strict=True)
+    return TokenLogprobs(
+        *(np.concatenate([np.asarray(x)[:n] for x, n in zip(column, counts, strict=True)]) for column in columns)
+    )
