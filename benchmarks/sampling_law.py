@@ -11,24 +11,33 @@ Ends with status 1 if a p-value is at most 0.01 or a greedy row differs.
 """
 
 import argparse
+import functools
 import math
 import sys
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specinfer_jax import LLM, Model, SamplingParams, Speculation
-from specinfer_jax.assemble import open_model
+from specinfer_jax.assemble import PAGE_SIZE, open_model
 from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import SpecInferError
+from specinfer_jax.serving.request import EngineRequest, admission
+from specinfer_jax.speculation.decode import burst
+from specinfer_jax.speculation.randomness import request_key
 from specinfer_jax.speculation.rules import IID, MSS, MSS_RENORMALIZED, NAIVE, TOP_K, WITHOUT_REPLACEMENT
+from specinfer_jax.speculation.slots import admit, init_state, prefill_chunk
+from specinfer_jax.speculation.state import DecodeState
 
 PAIRS = [(TOP_K, NAIVE), (IID, MSS), (WITHOUT_REPLACEMENT, MSS_RENORMALIZED)]
 PROMPT = "Name three rivers of Europe."
 GREEDY_PROMPTS = (PROMPT, "Why is the sky blue?", "Write a haiku about snow.", "What is 12 times 12?")
-_NEW_TOKENS = 4
-"""Room behind the two tokens looked at, so that they come out of trees more than one level deep."""
+_LOOKED_AT = 2
+"""Tokens whose law is compared."""
 _SMALLEST_CELL = 10
 
 
@@ -55,12 +64,36 @@ def two_sample_p(cells: Sequence[tuple[int, int]]) -> float:
 
 
 def pairs_of_tokens(llm: LLM, prompt: list[int], draws: int, first_seed: int) -> Counter:
-    """How often each pair of first tokens came."""
-    params = [
-        SamplingParams(temperature=1, seed=first_seed + i, max_tokens=_NEW_TOKENS, ignore_eos=True)
-        for i in range(draws)
-    ]
-    return Counter(tuple(output.token_ids[:2]) for output in llm.generate([prompt] * draws, params))
+    """How often each pair of first tokens came.
+
+    The prompt is put into every slot once; then the compiled steps that `LLM.generate` runs go on from there with ever
+    new seeds.
+    """
+    program, params = llm.engine.program, llm.engine.params
+    slots, longest = llm.engine.num_slots, len(prompt) + 64
+    state = init_state(program, num_slots=slots, max_model_len=longest, page_size=PAGE_SIZE, dtype=llm.dtype)
+    request = EngineRequest(prompt, longest, frozenset(), SamplingParams(temperature=1))
+    arrays = admission(request, max_model_len=longest, vocab_size=program.vocab_size)
+    for slot in range(slots):
+        state = jax.jit(functools.partial(admit, program=program))(state, jnp.int32(slot), arrays)
+        prefill = jax.jit(functools.partial(prefill_chunk, program=program, chunk=len(prompt)))
+        state, _ = prefill(params, state, jnp.int32(slot))
+    costs = llm.engine.costs
+
+    @jax.jit
+    def first_tokens(params: Any, state: DecodeState, seed_B: jax.Array) -> jax.Array:
+        seed_B2 = jnp.stack([jnp.zeros_like(seed_B), seed_B], axis=1).astype(jnp.uint32)
+        key_B2 = jax.vmap(lambda seed_2: request_key(seed_2, jnp.int32(0)))(seed_B2)
+        state = state._replace(sampling=state.sampling._replace(key_B2=key_B2))
+        state = burst(params, state, costs, jnp.int32(_LOOKED_AT), program=program)
+        return state.token_BS[:, len(prompt) : len(prompt) + _LOOKED_AT]
+
+    found: Counter = Counter()
+    for first in range(first_seed, first_seed + draws, slots):
+        seed_B = jnp.arange(first, first + slots)
+        tokens = np.asarray(first_tokens(params, state, seed_B))[: first_seed + draws - first]
+        found.update(map(tuple, tokens.tolist()))
+    return found
 
 
 def greedy_rows_differ(llm: LLM, plain: LLM, prompts: Sequence[list[int]], max_tokens: int) -> int:

@@ -11,6 +11,7 @@ import typer
 
 from specinfer_jax.config import DEFAULT_MODEL, DEFAULT_TREE, LLMConfig, load_config
 from specinfer_jax.sampling_params import GREEDY
+from specinfer_jax.speculation.rules import CHILDREN, VERIFICATION
 
 _MODEL, _SPECULATION, SAMPLING = "Model", "Speculation", "Sampling"
 """Headings of --help."""
@@ -76,6 +77,21 @@ def _llm_config(
             help="Propose what followed earlier occurrences of the last tokens. [default: if there is no SSM]",
         ),
     ] = None,
+    children: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE", rich_help_panel=_SPECULATION,
+            help=f"How an SSM's children are chosen at a temperature: {', '.join(CHILDREN)}.",
+        ),
+    ] = None,
+    verification: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RULE", rich_help_panel=_SPECULATION,
+            help=f"How trees are verified at a temperature: {', '.join(VERIFICATION)}; pairs that are not exact are "
+            "refused.",
+        ),
+    ] = None,
     no_speculation: Annotated[
         bool, typer.Option("--no-speculation", help="Incremental decoding.", rich_help_panel=_SPECULATION)
     ] = False,
@@ -86,7 +102,7 @@ def _llm_config(
     config = read_configs(config_files, base)
     speculation = changed(
         config.speculation, ssms=tuple(ssm) if ssm else None, tree=tree, ngram=ngram,
-        enabled=False if no_speculation else None,
+        children=children, verification=verification, enabled=False if no_speculation else None,
     )  # fmt: skip
     return changed(
         config, model=model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,

@@ -95,7 +95,7 @@ class Head(nn.Module):
     """Norm, projection, tying."""
 
     @nn.compact
-    def __call__(self, x_DT: Float[Array, "D T"], embedding_VE: Float[Array, "V E"]) -> Float[Array, "V T"]:
+    def __call__(self, x_DT: Float[Array, "D T"], embedding_VE: Float[Array, "V E"]) -> Float[Array, "ids T"]:
         config = self.config
         if config.final_norm:
             x_DT = Norm(config, name="norm")(x_DT)

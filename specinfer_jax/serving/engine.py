@@ -20,12 +20,12 @@ from jax.typing import DTypeLike
 from specinfer_jax.errors import SamplingError
 from specinfer_jax.metrics import RequestStats
 from specinfer_jax.outputs import TokenLogprobs
-from specinfer_jax.serving.request import EngineRequest, Progress, admission, token_logprobs
+from specinfer_jax.serving.request import EngineRequest, Progress, admission, check_request, token_logprobs
 from specinfer_jax.speculation.decode import burst
 from specinfer_jax.speculation.gate import StepCosts
 from specinfer_jax.speculation.rules import GREEDY
 from specinfer_jax.speculation.sampling import ChosenLogprobs
-from specinfer_jax.speculation.slots import Admission, admit, init_state, prefill_chunk, prompt_logprobs, release
+from specinfer_jax.speculation.slots import admit, init_state, prefill_chunk, prompt_logprobs, release
 from specinfer_jax.speculation.state import (
     FAILED,
     LENGTH,
@@ -151,15 +151,12 @@ class Engine:
             self._lock.release()
 
     def _check(self, request: EngineRequest) -> None:
-        self._admission(request)
+        check_request(request)
         if self.program.verification == GREEDY and not request.sampling.is_greedy:
             raise SamplingError(
                 f"temperature={request.sampling.temperature} needs a stochastic rule, and this LLM was made with "
                 'verification="greedy"; use temperature=0 or another verification'
             )
-
-    def _admission(self, request: EngineRequest) -> Admission:
-        return admission(request, max_model_len=self.max_model_len, vocab_size=self.program.vocab_size)
 
     def _run(self, requests: Sequence[EngineRequest], steps: int) -> Iterator[Progress]:
         waiting = deque(enumerate(requests))
@@ -178,7 +175,8 @@ class Engine:
     def _start(self, slot: int, request: EngineRequest) -> TokenLogprobs | None:
         """Admit a request and prefill its prompt; the prompt's log-probabilities if they are asked for."""
         place = jnp.int32(slot)
-        self._state = self._admit(self._state, place, self._admission(request))
+        arrays = admission(request, max_model_len=self.max_model_len, vocab_size=self.program.vocab_size)
+        self._state = self._admit(self._state, place, arrays)
         parts, counts = [], []
         done, end = 0, len(request.prompt_ids) - 1  # the last prompt token is the root of the first step
         while done < end:

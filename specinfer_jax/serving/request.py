@@ -1,9 +1,9 @@
 """What the engine is asked for and what it hands back, and how a request becomes arrays."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from specinfer_jax.errors import SamplingError
@@ -11,11 +11,11 @@ from specinfer_jax.metrics import RequestStats
 from specinfer_jax.outputs import TokenLogprobs
 from specinfer_jax.sampling_params import GREEDY, SamplingParams
 from specinfer_jax.speculation.sampling import (
+    ANY_TOKEN,
     MAX_BAD_LENGTH,
     MAX_BAD_SEQUENCES,
     ChosenLogprobs,
     SamplingState,
-    neutral_sampling,
 )
 from specinfer_jax.speculation.slots import Admission
 
@@ -63,79 +63,87 @@ class Progress:
     """Why the request failed, with finish reason "error"."""
 
 
-def admission(request: EngineRequest, *, max_model_len: int, vocab_size: int) -> Admission:
-    """The arrays that `admit` puts into a slot.
+def check_request(request: EngineRequest) -> None:
+    """Refuse what no slot has room for.
 
     Raises:
       SamplingError: more or longer banned sequences than fit.
     """
+    sequences = _of_several_tokens(request)
+    longest = max(map(len, sequences), default=0)
+    if len(sequences) > MAX_BAD_SEQUENCES or longest > MAX_BAD_LENGTH:
+        raise SamplingError(
+            f"bad_words come to {len(sequences)} sequences of up to {longest} tokens; at most {MAX_BAD_SEQUENCES} of "
+            f"more than one token fit, each of at most {MAX_BAD_LENGTH}"
+        )
+
+
+def admission(request: EngineRequest, *, max_model_len: int, vocab_size: int) -> Admission:
+    """What `admit` puts into a slot, as numpy arrays, which a compiled call takes as they are."""
     count = len(request.prompt_ids)
-    token_S = np.zeros(max_model_len, np.int32)
+    token_S: Any = np.zeros(max_model_len, np.int32)
     token_S[:count] = request.prompt_ids
     return Admission(
-        token_S=jnp.asarray(token_S),
-        prompt_len=jnp.int32(count),
-        limit=jnp.int32(min(count + request.max_tokens, max_model_len)),
-        is_stop_V=jnp.asarray(_is_among(request.stop_token_ids, vocab_size)),
+        token_S=token_S,
+        prompt_len=_whole(count),
+        limit=_whole(min(count + request.max_tokens, max_model_len)),
+        is_stop_V=_is_among(request.stop_token_ids, vocab_size),
         sampling=_sampling(request, vocab_size),
-        sample=jnp.int32(request.sample),
+        sample=_whole(request.sample),
     )
 
 
-def _is_among(ids: Sequence[int] | frozenset[int], vocab_size: int) -> np.ndarray:
+def _whole(value: int) -> Any:
+    return np.int32(value)
+
+
+def _is_among(ids: Iterable[int], vocab_size: int) -> Any:
     is_among_V = np.zeros(vocab_size, bool)
     is_among_V[[i for i in ids if i < vocab_size]] = True
     return is_among_V
 
 
+def _of_several_tokens(request: EngineRequest) -> list[Sequence[int]]:
+    return [ids for ids in request.bad_sequences if len(ids) > 1]
+
+
 def _sampling(request: EngineRequest, vocab_size: int) -> SamplingState:
     """One slot's `SamplingState`; the key is still the seed."""
     params = request.sampling
-    bias_V = np.zeros(vocab_size, np.float32)
+    bias_V: Any = np.zeros(vocab_size, np.float32)
     if params.allowed_token_ids is not None:
         bias_V[~_is_among(params.allowed_token_ids, vocab_size)] = -np.inf
-    for token_id, bias in dict(params.logit_bias or {}).items():
+    for token_id, bias in params.logit_bias:
         if token_id < vocab_size:
             bias_V[token_id] += bias
     bias_V[_is_among([ids[0] for ids in request.bad_sequences if len(ids) == 1], vocab_size)] = -np.inf
-    bad_XY = _bad_sequences([ids for ids in request.bad_sequences if len(ids) > 1])
+    bad_XY: Any = np.full((MAX_BAD_SEQUENCES, MAX_BAD_LENGTH), ANY_TOKEN, np.int32)
+    for row_Y, ids in zip(bad_XY, _of_several_tokens(request), strict=False):
+        row_Y[-len(ids) :] = ids
     is_shaped = (
-        bool((bias_V != 0).any()) or bool((bad_XY[:, -1] >= 0).any()) or params.min_tokens > 0
+        bool(bias_V.any()) or bool((bad_XY[:, -1] != ANY_TOKEN).any()) or params.min_tokens > 0
         or params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
     )  # fmt: skip
 
-    def one(value: float | int, dtype: type = np.float32) -> np.ndarray:
+    def one(value: float | int, dtype: type = np.float32) -> Any:
         return np.full((1,), value, dtype)
 
-    seed = request.seed % 2**64
+    seed_12: Any = np.array([divmod(request.seed % 2**64, 2**32)], np.uint32)
     return SamplingState(
-        temperature_B=jnp.asarray(one(0.0 if params.is_greedy else params.temperature)),
-        top_k_B=jnp.asarray(one(max(min(params.top_k, vocab_size), 0), np.int32)),
-        top_p_B=jnp.asarray(one(params.top_p)),
-        min_p_B=jnp.asarray(one(params.min_p)),
-        repetition_penalty_B=jnp.asarray(one(params.repetition_penalty)),
-        presence_penalty_B=jnp.asarray(one(params.presence_penalty)),
-        frequency_penalty_B=jnp.asarray(one(params.frequency_penalty)),
-        min_tokens_B=jnp.asarray(one(params.min_tokens, np.int32)),
-        bias_BV=jnp.asarray(bias_V[None]),
-        bad_BXY=jnp.asarray(bad_XY[None]),
-        is_shaped_B=jnp.asarray(one(is_shaped, bool)),
-        wants_logprobs_B=jnp.asarray(one(params.logprobs is not None, bool)),
-        key_B2=jnp.asarray(np.array([[seed >> 32, seed & 0xFFFFFFFF]], np.uint32)),
+        temperature_B=one(0 if params.is_greedy else params.temperature),
+        top_k_B=one(min(params.top_k, vocab_size), np.int32),
+        top_p_B=one(params.top_p),
+        min_p_B=one(params.min_p),
+        repetition_penalty_B=one(params.repetition_penalty),
+        presence_penalty_B=one(params.presence_penalty),
+        frequency_penalty_B=one(params.frequency_penalty),
+        min_tokens_B=one(params.min_tokens, np.int32),
+        bias_BV=bias_V[None],
+        bad_BXY=bad_XY[None],
+        is_shaped_B=one(is_shaped, bool),
+        wants_logprobs_B=one(params.logprobs is not None, bool),
+        key_B2=seed_12,
     )
-
-
-def _bad_sequences(sequences: Sequence[Sequence[int]]) -> np.ndarray:
-    """int32 `[X, Y]`: right-aligned, padded as `SamplingState.bad_BXY` says."""
-    if len(sequences) > MAX_BAD_SEQUENCES or any(len(ids) > MAX_BAD_LENGTH for ids in sequences):
-        raise SamplingError(
-            f"bad_words come to {len(sequences)} sequences of up to {max(map(len, sequences))} tokens; at most "
-            f"{MAX_BAD_SEQUENCES} of more than one token fit, each of at most {MAX_BAD_LENGTH}"
-        )
-    bad_XY = np.array(neutral_sampling(1, 1).bad_BXY[0])
-    for row_Y, ids in zip(bad_XY, sequences, strict=False):
-        row_Y[-len(ids) :] = ids
-    return bad_XY
 
 
 def token_logprobs(parts: Sequence[ChosenLogprobs], counts: Sequence[int]) -> TokenLogprobs:

@@ -1,6 +1,6 @@
 """Random numbers of a request: keyed by what they are for, never by slot, neighbour or step.
 
-`key = fold_in(seed, sample) -> position -> role (-> SSM, level)`. Each position is decided once, so a key is used once:
+`key = fold_in(seed, sample) -> position -> (role, SSM, level)`. Each position is decided once, so a key is used once:
 the same request gives the same tokens alone, beside others, in another slot, and on any number of devices.
 """
 
@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key, UInt32
 
 _IMPLEMENTATION = "threefry2x32"
+_LARGEST_PART = 1024
+"""Roles, SSMs and levels of a tree are fewer."""
 
 
 class Role(enum.IntEnum):
@@ -34,13 +36,13 @@ def _wrap(data: UInt32[Array, "... 2"]) -> Key[Array, "..."]:
 
 
 def keys_at(key_B2: UInt32[Array, "B 2"], position_B: Int[Array, " B"], role: Role, *parts: int) -> Key[Array, " B"]:
-    """One key per slot for a position, a role, and what else tells it apart."""
+    """One key per slot for a position, a role, and up to two small numbers that tell it apart further."""
+    purpose = 0
+    for part in (*parts, int(role)):
+        purpose = purpose * _LARGEST_PART + part
 
     def fold(data: Array, position: Array) -> Array:
-        key = jax.random.fold_in(_wrap(data), position)
-        for part in (role, *parts):
-            key = jax.random.fold_in(key, int(part))
-        return key
+        return jax.random.fold_in(jax.random.fold_in(_wrap(data), position), purpose)
 
     return jax.vmap(fold)(key_B2, position_B)
 

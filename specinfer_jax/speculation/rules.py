@@ -50,9 +50,10 @@ def exact_pair(children: str | None, verification: str | None) -> tuple[str, str
         verification = _PARTNER[children]
     reason = _NOT_EXACT.get((children, verification))
     if reason is not None:
+        exact = " or ".join(repr(rule) for rule in dict.fromkeys((_PARTNER[children], NAIVE)))
         raise SpeculationError(
             f"children={children!r} with verification={verification!r} would change the LLM's distribution: {reason}; "
-            f"use verification={_PARTNER[children]!r} or {NAIVE!r}"
+            f"use verification={exact}"
         )
     return children, verification
 

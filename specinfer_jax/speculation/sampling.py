@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 MAX_BAD_SEQUENCES, MAX_BAD_LENGTH = 64, 16
 """Banned sequences of more than one token that a request may have, and tokens of the longest."""
-_ANY_TOKEN = -1
+ANY_TOKEN = -1
 """In front of a banned sequence that is shorter than the longest."""
 _NO_TOKEN = -2
 """Before the first token of the context."""
@@ -42,7 +42,7 @@ class SamplingState(NamedTuple):
     bias_BV: Float[Array, "B V"]
     """Added to the logits; -inf bans an id."""
     bad_BXY: Int[Array, "B X Y"]
-    """Banned token sequences, `_ANY_TOKEN` in front of short ones; rows of `_ANY_TOKEN` alone are unused."""
+    """Banned token sequences, `ANY_TOKEN` in front of short ones; rows of `ANY_TOKEN` alone are unused."""
     is_shaped_B: Bool[Array, " B"]
     """Some of bias, bans, penalties or min_tokens is in use."""
     wants_logprobs_B: Bool[Array, " B"]
@@ -105,7 +105,7 @@ def neutral_sampling(num_slots: int, vocab_size: int) -> SamplingState:
         frequency_penalty_B=full(0),
         min_tokens_B=full(0, jnp.int32),
         bias_BV=jnp.zeros((num_slots, vocab_size), jnp.float32),
-        bad_BXY=jnp.full((num_slots, MAX_BAD_SEQUENCES, MAX_BAD_LENGTH), _ANY_TOKEN, jnp.int32),
+        bad_BXY=jnp.full((num_slots, MAX_BAD_SEQUENCES, MAX_BAD_LENGTH), ANY_TOKEN, jnp.int32),
         is_shaped_B=full(False, bool),
         wants_logprobs_B=full(False, bool),
         key_B2=jnp.zeros((num_slots, 2), jnp.uint32),
@@ -210,8 +210,8 @@ def _shape(x_BV: Array, sampling: SamplingState, history: History, is_stop_BV: A
     is_early_B1 = (history.generated_B < sampling.min_tokens_B)[:, None]
     x_BV = jnp.where(is_early_B1 & is_stop_BV, -jnp.inf, x_BV)
     before_BXY, last_BX = sampling.bad_BXY[:, :, :-1], sampling.bad_BXY[:, :, -1]
-    is_there_BX = ((before_BXY == _ANY_TOKEN) | (before_BXY == history.recent_BY[:, None, 1:])).all(axis=2)
-    banned_BX = jnp.where(is_there_BX & (last_BX != _ANY_TOKEN), last_BX, V)
+    is_there_BX = ((before_BXY == ANY_TOKEN) | (before_BXY == history.recent_BY[:, None, 1:])).all(axis=2)
+    banned_BX = jnp.where(is_there_BX & (last_BX != ANY_TOKEN), last_BX, V)
     x_BV = jax.vmap(lambda x_V, id_X: x_V.at[id_X].set(-jnp.inf, mode="drop"))(x_BV, banned_BX)
     is_out_BV = history.output_count_BV > 0
     repetition_B1 = sampling.repetition_penalty_B[:, None]
