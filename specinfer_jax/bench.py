@@ -53,8 +53,8 @@ class BenchRow:
     """Median of the repeats."""
     acceptance_by_position: list[float | None]
     """Share of the trees that reached depth d + 1 of which d + 1 tokens were kept."""
-    equal_ids: int
-    """Prompts whose ids equal incremental decoding's in every repeat."""
+    equal_ids: int | None
+    """Prompts whose ids equal incremental decoding's in every repeat; None where only the law must be equal."""
 
 
 class BenchDifference(NamedTuple):
@@ -75,7 +75,7 @@ class BenchResult:
     rows: list[BenchRow]
     """For all prompts; then, if asked for, for every category."""
     differences: list[BenchDifference]
-    """Empty if speculation changed no token."""
+    """Empty if speculation changed no token, or if only the law must be equal."""
     settings: dict[str, Any]
     """Model, device and what was asked for."""
 
@@ -109,11 +109,11 @@ class _Measured(NamedTuple):
 
 def run_bench(
     model: "Model", prompts: Sequence[PromptEntry], *, speculation: Speculation, max_tokens: int | None = 64,
-    repeats: int = 3, chat: bool | None = None, by_category: bool = False, dtype: str = "auto",
-    max_model_len: int | None = None, max_num_seqs: int | None = None,
+    temperature: float = 0.0, repeats: int = 3, chat: bool | None = None, by_category: bool = False,
+    dtype: str = "auto", max_model_len: int | None = None, max_num_seqs: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, all: None,
 ) -> BenchResult:  # fmt: skip
-    """Decode every prompt greedily in every mode, the modes in turn, prompt by prompt.
+    """Decode every prompt in every mode, the modes in turn, prompt by prompt.
 
     Sequence speculation gets the same speculators one child wide; of several, the chain that turned out fastest.
     Weights are shared by all modes; compilation and a first pass come before the clock starts.
@@ -123,6 +123,8 @@ def run_bench(
       prompts: texts, shorter than the context.
       speculation: who proposes trees.
       max_tokens: tokens per prompt, fewer where the model ends its answer; None: up to the context's end.
+      temperature: of all requests; above 0 prompt i has seed i, so that naive sampling must give incremental
+        decoding's tokens, and multi-step speculative sampling its law.
       repeats: times that all is measured.
       chat: wrap prompts as user messages; None: if the model has a chat template.
       by_category: rows for every category too.
@@ -138,7 +140,7 @@ def run_bench(
     if repeats < 1:
         raise ConfigError(f"repeats must be at least 1, got {repeats}")
     chat = model.tokenizer.chat_template is not None if chat is None else chat
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens)
+    sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     encoded = [_encode(model, entry.prompt, chat) for entry in prompts]
     contenders = _contenders(model, speculation, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
     engine = contenders[0].engine
@@ -161,10 +163,11 @@ def run_bench(
     settings = {
         "model": model.location, "chat": chat, "max_tokens": max_tokens, "repeats": repeats,
         "prompts": len(prompts), "max_num_seqs": engine.num_slots, "max_model_len": engine.max_model_len,
-        "tree": speculation.tree,
+        "tree": speculation.tree, "temperature": sampling.temperature,
         "ssms": [getattr(ssm, "location", str(ssm)) for ssm in speculation.ssms], **_device_settings(),
     }  # fmt: skip
-    return _result(contenders, measured, settings, by_category)
+    has_equal_ids = sampling.is_greedy or not contenders[-1].engine.program.keeps_draws
+    return _result(contenders, measured, settings, by_category, has_equal_ids)
 
 
 def _encode(model: "Model", prompt: str, chat: bool) -> list[int]:
@@ -226,7 +229,7 @@ def _measure(
 
     stop_ids = model.stop_ids(sampling)
     max_tokens = sampling.max_tokens or engine.max_model_len
-    requests = [EngineRequest(encoded[i], max_tokens, stop_ids, sampling) for i in block.prompts]
+    requests = [EngineRequest(encoded[i], max_tokens, stop_ids, sampling, seed=i) for i in block.prompts]
     ids: list[list[int]] = [[] for _ in requests]
     stats: list[RequestStats] = []
     began = time.perf_counter()
@@ -241,7 +244,7 @@ def _measure(
 
 def _result(
     contenders: Sequence[_Contender], measured: Sequence[Sequence[Sequence[_Measured]]], settings: dict[str, Any],
-    by_category: bool,
+    by_category: bool, has_equal_ids: bool,
 ) -> BenchResult:  # fmt: skip
     def seconds(c: int) -> float:
         return sum(block.decode_seconds for repeat in measured[c] for block in repeat)
@@ -256,6 +259,8 @@ def _result(
         for category in categories
         for c in shown
     ]
+    if not has_equal_ids:
+        return BenchResult([dataclasses.replace(row, equal_ids=None) for row in rows], [], settings)
     differences = [d for c in shown[1:] for d in _differences(contenders[c].mode, measured[c], measured[0])]
     return BenchResult(rows, differences, settings)
 

@@ -71,6 +71,15 @@ def test_ids_of_all_modes_are_equal_and_counted(result: BenchResult) -> None:
     assert [row.equal_ids for row in result.rows] == [row.prompts for row in result.rows]
 
 
+@pytest.mark.parametrize(("verification", "equal"), [("naive", 3), ("mss", None)])
+def test_drawn_tokens_are_compared_where_they_must_be_equal(model: Model, verification: str, equal: int | None) -> None:
+    speculation = Speculation(verification=verification, adaptive=False)
+    drawn = run_bench(model, PROMPTS, speculation=speculation, max_tokens=6, temperature=1, repeats=1)
+    assert [row.equal_ids for row in drawn.rows] == [equal] * 3
+    assert drawn.differences == []
+    assert drawn.settings["temperature"] == 1
+
+
 def test_progress_and_settings(result: BenchResult, progress: list[tuple[int, int]], model: Model) -> None:
     everything = len(PROMPTS) * 3 * REPEATS
     assert progress == [(n, everything) for n in range(1, everything + 1)]

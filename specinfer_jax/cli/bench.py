@@ -33,6 +33,9 @@ def bench(
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="K", help="Only the first K prompts.")] = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="R", help="Measure all R times; medians are shown.")] = 3,
+    temperature: Annotated[
+        float, typer.Option(min=0, metavar="T", help="Of all requests; above 0 prompt i has seed i.")
+    ] = 0.0,
     by_category: Annotated[bool, typer.Option("--by-category", help="Figures for every category too.")] = False,
     chat: Annotated[
         bool | None,
@@ -47,8 +50,8 @@ def bench(
 ) -> None:
     """Measure incremental decoding, sequence speculation (the best chain) and tree speculation in one run.
 
-    All modes decode the same prompts in turn, prompt by prompt, and their ids are compared. So that these can be equal,
-    decoding is greedy, whatever a file asks for.
+    All modes decode the same prompts in turn, prompt by prompt, and their ids are compared. Of a file's sampling
+    settings only max_tokens counts.
 
     Example: `specinfer bench --prompts prompts.jsonl --limit 20 --max-tokens 64 --json figures.json`
     """
@@ -60,9 +63,9 @@ def bench(
     with _progress() as on_progress:
         result = interruptible(
             lambda: run_bench(
-                model, prompts, speculation=config.speculation, max_tokens=config.sampling.max_tokens, repeats=repeats,
-                chat=chat, by_category=by_category, dtype=config.dtype, max_model_len=config.max_model_len,
-                max_num_seqs=config.max_num_seqs, on_progress=on_progress,
+                model, prompts, speculation=config.speculation, max_tokens=config.sampling.max_tokens,
+                temperature=temperature, repeats=repeats, chat=chat, by_category=by_category, dtype=config.dtype,
+                max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs, on_progress=on_progress,
             )
         )  # fmt: skip
     console = Console(highlight=False)
@@ -119,11 +122,13 @@ def _cells(row: "BenchRow") -> list[str]:
         number(row.tokens_per_second, 1),
         number(row.speedup),
         "-" if is_baseline else f"{row.speedup_min:.2f}-{row.speedup_max:.2f}",
-        f"{row.equal_ids}/{row.prompts}",
+        "-" if row.equal_ids is None else f"{row.equal_ids}/{row.prompts}",
     ]
 
 
 def _verdict(result: "BenchResult") -> str:
+    if result.rows[0].equal_ids is None:
+        return "Token ids: drawn from the same law as incremental decoding's, with other random numbers."
     if not result.differences:
         return "Token ids: equal in all modes, for every prompt."
     listed = [f"prompt {d.prompt + 1} at token {d.position + 1} ({d.mode})" for d in result.differences[:5]]
