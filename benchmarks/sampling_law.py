@@ -122,7 +122,7 @@ def speculations(model: Model, options: argparse.Namespace) -> dict[str, Specula
     ssm = model.first_layers(min(options.ssm_layers, model.config.num_layers))
     return {
         f"{children}, {rule}": Speculation(
-            ssms=[ssm], tree=options.tree, ngram=True, adaptive=False, children=children, verification=rule
+            ssms=[ssm], tree=options.tree, ngram=False, adaptive=False, children=children, verification=rule
         )
         for children, rule in PAIRS
     }

@@ -19,8 +19,10 @@ from specinfer_jax.checkpoint.load import LoadedModel
 from specinfer_jax.errors import SamplingError
 from specinfer_jax.sampling_params import SamplingParams
 from specinfer_jax.serving.engine import Engine, EngineRequest
+from specinfer_jax.speculation.children import MAX_CANDIDATES
 from specinfer_jax.speculation.ngram import NgramSpeculator
 from specinfer_jax.speculation.rules import IID, MSS, MSS_RENORMALIZED, TOP_K, WITHOUT_REPLACEMENT
+from specinfer_jax.speculation.speculator import Context
 from specinfer_jax.speculation.ssm import SsmSpeculator
 from specinfer_jax.speculation.state import DecodeParams
 
@@ -138,7 +140,7 @@ def test_a_mixed_batch_leaves_the_greedy_row_alone(engine) -> None:
     assert found[2] != found[0] != found[3]
 
 
-@pytest.mark.parametrize("num_devices", [2, 4, 8])
+@pytest.mark.parametrize("num_devices", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_any_number_of_devices_draws_the_same(num_devices: int) -> None:
     # case B042: the vocabulary, over which the noise lies, split over devices
     speculators = (ssm("2", WITHOUT_REPLACEMENT),)
@@ -271,6 +273,15 @@ def test_what_the_host_cuts_off_is_not_counted() -> None:
         assert stats.accepted_by_position == [steps + (rest >= d) for d in (1, 2, 3)]
         assert stats.accepted_by_speculator == {"ssm": 3 * steps + rest}
     assert ids_of(engine, request(SamplingParams(temperature=0), max_tokens=40)) == [whole]
+
+
+def test_draft_distributions_take_what_the_formula_says() -> None:
+    # 8 bytes (id and probability) x candidates x expanded nodes, per slot and SSM; leaves expand into nothing
+    speculator, state = ssm("1,3,2", IID), drawn()._state
+    context = Context(state.token_BS, state.committed_B, state.prompt_len_B, state.sampling)
+    draft, _ = jax.eval_shape(speculator.propose, other_model(1), state.speculators[0], context, state.active_B)
+    num_slots, expanded = 4, 1 + 1 + 3
+    assert sum(x.size * x.dtype.itemsize for x in draft.drawn_from) == 8 * MAX_CANDIDATES * expanded * num_slots
 
 
 def test_nothing_compiles_for_any_sampling(caplog: pytest.LogCaptureFixture) -> None:

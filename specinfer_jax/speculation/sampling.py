@@ -189,7 +189,9 @@ def log_weights(
     x_BV = logits_BV.astype(jnp.float32)
     x_BV = _if(use.shaped, lambda x: _shape(x, sampling, history, is_stop_BV), x_BV)
     best_B1 = jnp.max(x_BV, axis=1, keepdims=True)
-    x_BV = jnp.where(jnp.isfinite(best_B1), x_BV - best_B1, -jnp.inf)
+    # A maximum alone may miss a NaN: XLA's vectorised one on CPU does for some shapes.
+    means_something_B1 = jnp.isfinite(best_B1) & ~jnp.isnan(x_BV).any(axis=1, keepdims=True)
+    x_BV = jnp.where(means_something_B1, x_BV - best_B1, -jnp.inf)
     is_best_BV = (jnp.arange(x_BV.shape[1])[None] == jnp.argmax(x_BV, axis=1)[:, None]) & (x_BV == 0)
     is_random_B1 = sampling.is_random_B[:, None]
     x_BV = x_BV / jnp.where(is_random_B1, sampling.temperature_B[:, None], 1.0)
