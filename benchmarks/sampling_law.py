@@ -114,17 +114,20 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--ssm-layers", type=int, default=27, help="layers of the model that draft")
     parser.add_argument("--tree", default="2,2", help="children per node and level")
     parser.add_argument("--max-num-seqs", type=int, default=8, help="draws side by side")
+    rules = [rule for _, rule in PAIRS]
+    parser.add_argument("--rules", nargs="+", choices=rules, default=rules, help="verification rules; all by default")
     return parser.parse_args(arguments)
 
 
 def speculations(model: Model, options: argparse.Namespace) -> dict[str, Speculation]:
-    """Every exact pair, by name."""
+    """The exact pairs asked for, by name."""
     ssm = model.first_layers(min(options.ssm_layers, model.config.num_layers))
     return {
         f"{children}, {rule}": Speculation(
             ssms=[ssm], tree=options.tree, ngram=False, adaptive=False, children=children, verification=rule
         )
         for children, rule in PAIRS
+        if rule in options.rules
     }
 
 

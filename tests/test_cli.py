@@ -139,6 +139,8 @@ def test_options_override_files_and_later_files_earlier_ones(settings: Path, tmp
         (["generate", "x", "-m", "FOLDER", "--tree", "1,1"], "a tree of children per level needs an SSM"),
         (["generate", "x", "-m", "FOLDER", "--ssm", "FOLDER", "--tree", "1;1"], 'tree "1;1" is not a vector'),
         (["generate", "x", "-m", "FOLDER", "--ssm", "FOLDER", "--tree", "9,9,9"], "tree <9,9,9> has 819 nodes"),
+        (["generate", "x", "--children", "top_k", "--verification", "mss"], "would change the LLM's distribution"),
+        (["generate", "x", "--verification", "typical"], "verification must be one of greedy, naive, mss"),
         (["tree", "", "-m", "FOLDER"], "the prompt has 0 tokens; it must have at least 1"),
         (["tree", "x", "--svg", "no-such-folder/x.svg"], "cannot write no-such-folder/x.svg: there is no such folder"),
         (["bench", "--no-speculation", "-m", "FOLDER"], "the benchmark compares with speculation"),

@@ -90,7 +90,10 @@ def test_naive_sampling_gives_the_tokens_of_seeded_incremental_decoding(sampling
     assert ids_of(naive(), *requests) == ids_of(shared_engine(), *requests)
 
 
-@pytest.mark.parametrize(("children", "rule"), [(IID, MSS), (WITHOUT_REPLACEMENT, MSS_RENORMALIZED)])
+@pytest.mark.parametrize(
+    ("children", "rule"),
+    [pytest.param(IID, MSS, marks=pytest.mark.slow), (WITHOUT_REPLACEMENT, MSS_RENORMALIZED)],
+)
 def test_drawn_trees_leave_the_law_alone(children: str, rule: str) -> None:
     # cases B009, B011, B013: draws of two SSMs and n-grams, through the engine, with a filter on
     sampling = SamplingParams(temperature=0.7, top_k=12)
@@ -286,9 +289,8 @@ def test_draft_distributions_take_what_the_formula_says() -> None:
 
 def test_nothing_compiles_for_any_sampling(caplog: pytest.LogCaptureFixture) -> None:
     # case B045: the first request with log-probabilities, penalties, bans, seeds
-    engine = make_engine(
-        [ssm("2", IID), NGRAM], [other_model(1), ()], adaptive=True, num_slots=2, warm=True, verification=MSS
-    )
+    engine = drawn()
+    engine.warm_up()
     with jax.log_compiles(), caplog.at_level("WARNING"):
         for sampling in SAMPLINGS:
             for stream in (False, True):

@@ -72,7 +72,7 @@ def test_an_ssm_past_its_context_is_silent_and_the_others_go_on(length: int) -> 
 
 def test_mixed_vocabularies_leave_the_law_alone() -> None:
     # cases B013, B031, B062: q of a smaller, a larger and a reduced vocabulary in one tree
-    count = 1500
+    count = 1000
     sampling = SamplingParams(temperature=0.8)
     requests = [EngineRequest(PROMPT, 2, frozenset(), sampling, seed) for seed in range(count)]
     results = run_requests(mixed_engine(), requests)
@@ -86,9 +86,9 @@ def test_mixed_vocabularies_leave_the_law_alone() -> None:
     assert min(accepted[f"ssm{m}"] for m in range(3)) > 20, "hardly a draw was accepted: the law was not tested"
 
 
-@pytest.mark.parametrize("count", [2, 5])
-def test_the_order_of_ssms_does_not_matter_at_temperature_0(count: int) -> None:
+def test_the_order_of_five_ssms_does_not_matter_at_temperature_0() -> None:
     # case B013: the union of their trees is the same set of nodes
+    count = 5
     speculators = [dataclasses.replace(self_draft("2")[0], number=m, name=f"ssm{m}") for m in range(count)]
     # Two of them are the same model.
     params = [params_of(LLAMA, max(seed - 1, 0)) for seed in range(count)]
