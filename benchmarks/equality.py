@@ -145,7 +145,7 @@ def margins_of(logits_TV: np.ndarray) -> list[float]:
 
 def check_modes(
     model: Model, prompts: Sequence[list[int]], *, max_tokens: int, ssm_layers: int, max_model_len: int,
-    temperature: float = 0.0,
+    temperature: float = 0.0, with_self_draft: bool = True,
 ) -> tuple[list[ModeRow], list[Difference], list[list[int]]]:  # fmt: skip
     """Rows of incremental decoding and of every speculative mode, what differs, and the incremental ids."""
 
@@ -160,7 +160,10 @@ def check_modes(
     plain = outputs(Speculation.off())
     expected = [output.token_ids for output in plain]
     rows, differences = [mode_row("incremental", plain, [])], []
-    for mode, speculation in speculations(model, ssm_layers).items():
+    modes = speculations(model, ssm_layers)
+    if not with_self_draft:
+        del modes["self-draft"]
+    for mode, speculation in modes.items():
         found = outputs(speculation)
         new = []
         for number, (prompt, ids, output) in enumerate(zip(prompts, expected, found, strict=True)):
@@ -258,6 +261,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--model", default=DEFAULT_MODEL, help="name, folder or .gguf file")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; above it prompt i has seed i")
     parser.add_argument("--ssm-layers", type=int, default=2, help="layers of the model that the third mode drafts with")
+    parser.add_argument("--without-self-draft", action="store_true", help="leave out the slowest mode")
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--against", choices=["transformers"], help="compare the incremental ids with this as well")
     parser.add_argument("--json", type=Path, help="write rows and differences here")
@@ -280,6 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ssm_layers=options.ssm_layers,
         max_model_len=options.max_model_len,
         temperature=options.temperature,
+        with_self_draft=not options.without_self_draft,
     )
     if options.against == "transformers":
         row, more = check_transformers(path, prompts, expected)
