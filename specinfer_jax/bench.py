@@ -109,7 +109,7 @@ class _Measured(NamedTuple):
 
 def run_bench(
     model: "Model", prompts: Sequence[PromptEntry], *, speculation: Speculation, max_tokens: int | None = 64,
-    temperature: float = 0.0, repeats: int = 3, chat: bool | None = None, by_category: bool = False,
+    temperature: float | int = 0.0, repeats: int = 3, chat: bool | None = None, by_category: bool = False,
     dtype: str = "auto", max_model_len: int | None = None, max_num_seqs: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, all: None,
 ) -> BenchResult:  # fmt: skip
@@ -244,7 +244,7 @@ def _measure(
 
 def _result(
     contenders: Sequence[_Contender], measured: Sequence[Sequence[Sequence[_Measured]]], settings: dict[str, Any],
-    by_category: bool, has_equal_ids: bool,
+    by_category: bool, has_equal_ids: bool = True,
 ) -> BenchResult:  # fmt: skip
     def seconds(c: int) -> float:
         return sum(block.decode_seconds for repeat in measured[c] for block in repeat)

@@ -36,7 +36,7 @@ _NOT_EXACT = {
 def exact_pair(children: str | None, verification: str | None) -> tuple[str, str]:
     """The pair to run; what is None is filled in.
 
-    Without both: top_k and naive, the pair with the most tokens per second on the default model (docs/log.md).
+    Without both: top_k and naive, which needs no draws, may cut trees, and gives incremental decoding's tokens.
 
     Raises:
       SpeculationError: unknown names, or a pair whose output would not be the LLM's; the message says why.
