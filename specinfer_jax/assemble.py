@@ -121,8 +121,11 @@ def build_program(llm: Model, speculation: Speculation, *, dtype: jnp.dtype) -> 
     """The static step and its parameters.
 
     Raises:
-      SpeculationError: a tree does not parse or is too large, or an SSM's vocabulary is not the LLM's.
+      SpeculationError: a tree does not parse or is too large, an SSM's vocabulary is not the LLM's, or the LLM has a
+        reduced head.
     """
+    if llm.config.output_vocab_size is not None:
+        raise SpeculationError(f"{llm.location} has a reduced head; it can propose as an SSM, but not be the LLM")
     vocab_limit = min(llm.tokenizer.vocab_size, llm.config.vocab_size)  # what no tokenizer knows is padding
     if not speculation.enabled:
         return StepProgram(llm.config, vocab_limit=vocab_limit), DecodeParams(llm.params)
@@ -133,8 +136,9 @@ def build_program(llm: Model, speculation: Speculation, *, dtype: jnp.dtype) -> 
         raise SpeculationError("a tree of children per level needs an SSM: give ssms=[...] as well")
     for number, ssm in enumerate(_open_ssms(llm, speculation.ssms, dtype)):
         name = "ssm" if len(speculation.ssms) == 1 else f"ssm{number + 1}"
-        speculator = _ssm_speculator(llm, ssm, speculation.tree or DEFAULT_TREE, name)
-        speculators.append(dataclasses.replace(speculator, children=children, number=number))
+        speculators.append(
+            _ssm_speculator(llm, ssm, speculation.tree or DEFAULT_TREE, children=children, number=number, name=name)
+        )
         params.append(ssm.params)
     if speculation.uses_ngram:
         speculators.append(NgramSpeculator())
@@ -167,7 +171,7 @@ def _open_ssms(llm: Model, ssms: Sequence[Any], dtype: jnp.dtype) -> list[Model]
     return result
 
 
-def _ssm_speculator(llm: Model, ssm: Model, tree: str, name: str) -> SsmSpeculator:
+def _ssm_speculator(llm: Model, ssm: Model, tree: str, *, children: str, number: int, name: str) -> SsmSpeculator:
     differences = llm.tokenizer.first_differences(ssm.tokenizer)
     if differences:
         listed = "; ".join(f"id {d.token_id} is {d.piece!r} and {d.other_piece!r}" for d in differences)
@@ -181,6 +185,8 @@ def _ssm_speculator(llm: Model, ssm: Model, tree: str, name: str) -> SsmSpeculat
         # What only one side has is padding: the LLM could never have produced it as text.
         vocab_limit=ssm.config.output_vocab_size
         or min(llm.tokenizer.vocab_size, ssm.tokenizer.vocab_size, llm.config.vocab_size, ssm.config.vocab_size),
+        children=children,
+        number=number,
         name=name,
     )
 

@@ -131,6 +131,11 @@ def test_a_reduced_head_proposes_its_own_ids_only(model: Model) -> None:
     assert output.stats is not None and output.stats.accepted_by_speculator["ssm"] > 0
 
 
+def test_a_model_with_a_reduced_head_cannot_be_the_llm(model: Model) -> None:
+    with pytest.raises(SpeculationError, match="reduced head; it can propose as an SSM, but not be the LLM"):
+        LLM(model.with_reduced_head([1, 2, 3]), max_model_len=64)
+
+
 @pytest.mark.parametrize("ids", [[], [1, 1], [-1, 2], [10**6]])
 def test_a_head_of_wrong_ids_is_refused(model: Model, ids: list[int]) -> None:
     with pytest.raises(ConfigError, match="token_ids must be different ids between 0 and"):
