@@ -86,6 +86,28 @@ def make_case(
     )
 
 
+def random_case(seed: int, *, shapes: int) -> AttentionCase:
+    """Case number `seed` of a long series; numbers that are equal modulo `shapes` share their shapes and compile once.
+
+    Trees, padding, prefixes and page tables differ from case to case. Prefix lengths are empty, one token, anywhere
+    in a page, on a page's edge, and the whole table.
+    """
+    draw = np.random.default_rng([shapes, seed % shapes]).choice
+    N = int(draw([1, 2, 5, 8, 13, 33, 63]))
+    Z, table_pages = int(draw([16, 32, 64])), int(draw([1, 2, 5]))
+    shape: dict[str, Any] = {
+        "N": N, "Q": int(draw([N, N, -(-N // 3)])), "G": int(draw([1, 2, 3])), "group": int(draw([1, 2, 3, 4, 5, 8])),
+        "K": int(draw([16, 48, 64, 80, 96, 128, 256])), "Z": Z, "table_pages": table_pages,
+        "dtype": draw(np.array([jnp.float32, jnp.bfloat16])),
+    }  # fmt: skip
+    slots = int(draw([1, 2, 4]))
+    rng = np.random.default_rng(seed)
+    full, edge = Z * table_pages, Z * int(rng.integers(table_pages + 1))
+    lengths = [0, 1, edge, full, int(rng.integers(full + 1)), int(rng.integers(full + 1))]
+    prefix = tuple(int(length) for length in rng.choice(lengths, slots))
+    return make_case(prefix=prefix, padding=int(rng.integers(N)), seed=seed, **shape)
+
+
 def path(parent_N: np.ndarray, row: int) -> list[int]:
     """The row and its ancestors, ascending."""
     rows = []

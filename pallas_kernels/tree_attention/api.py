@@ -12,14 +12,10 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32, UInt32
 
-from pallas_kernels.tree_attention.reference import tree_attention_reference
-from pallas_kernels.tree_attention.xla import tree_attention_xla
+from pallas_kernels.tree_attention.choose import find_implementation
 
-IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
-    "reference": tree_attention_reference,
-    "xla": tree_attention_xla,
-}
-"""Every implementation by name; all take the same arrays and `scale`."""
+KV_AXIS = "model"
+"""Mesh axis over which heads are split unless the caller names another."""
 
 
 def tree_attention(
@@ -51,8 +47,10 @@ def tree_attention(
     `ancestors_BQC`: uint32, C = ceil(N / 32). Bit k % 32 of word k // 32 says that row k is query i's own or above it.
     `scale`: what scores are multiplied with before the softmax, usually 1 / sqrt(K).
     `mesh`, `kv_axis`: split the key/value heads, and the query heads with them, over this axis of the mesh; where the
-    axis does not divide G, every device computes all heads.
-    `implementation`: a name of `IMPLEMENTATIONS`; None picks the fastest one that runs here.
+    axis does not divide G, every device computes all heads. Without them the mesh that `jax.set_mesh` has set is used,
+    as by `jax.shard_map`, and its axis "model"; without any mesh there is no split.
+    `implementation`: a name of `IMPLEMENTATIONS`, which raises where it cannot run; None picks the kernel where one
+    runs (TPU; NVIDIA sm_80 and newer) and "xla" elsewhere.
 
     Returns the output in q's dtype and the log-sum-exp of the scores in float32. A row that sees nothing gives 0 and
     -inf. Scores, softmax and sums are float32.
@@ -60,32 +58,42 @@ def tree_attention(
     Raises ValueError where shapes contradict each other, the implementation's name is unknown, the mesh has no such
     axis, or only one of `mesh` and `kv_axis` is given.
     """
-    run = functools.partial(find_implementation(implementation), scale=scale)
     check_shapes(q_BQHK.shape, k_new_BNGK.shape, k_pages_GPZK.shape, ancestors_BQC.shape)
+    mesh, kv_axis = find_mesh(mesh, kv_axis)
+    arrays = (q_BQHK, k_new_BNGK, v_new_BNGK, k_pages_GPZK, v_pages_GPZK, block_table, prefix_len_B, ancestors_BQC)
+    run = functools.partial(_run_local, scale=scale, implementation=implementation)
+    if mesh is not None:
+        run = split_heads(run, mesh=mesh, kv_axis=kv_axis, kv_heads=k_pages_GPZK.shape[0])
+    return run(*arrays)
+
+
+def _run_local(*arrays: Array, scale: float, implementation: str | None) -> tuple[Array, Array]:
+    """One device's share of the heads; the choice sees the shapes that the device sees."""
+    return find_implementation(implementation, arrays)(*arrays, scale=scale)
+
+
+def find_mesh(mesh: Mesh | AbstractMesh | None, kv_axis: str | None) -> tuple[Mesh | AbstractMesh | None, str | None]:
+    """Return the mesh and axis to split over: the caller's, or those of `jax.set_mesh`; None without a mesh.
+
+    Raises ValueError where only one of the two is given.
+    """
     if (mesh is None) != (kv_axis is None):
         raise ValueError("tree_attention needs both mesh and kv_axis, or neither.")
     if mesh is not None:
-        run = split_heads(run, mesh=mesh, kv_axis=kv_axis, kv_heads=k_pages_GPZK.shape[0])
-    return run(q_BQHK, k_new_BNGK, v_new_BNGK, k_pages_GPZK, v_pages_GPZK, block_table, prefix_len_B, ancestors_BQC)
-
-
-def find_implementation(name: str | None) -> Callable[..., Any]:
-    """Return the implementation called `name`, or the one to use here for None; a ValueError lists the known names."""
-    if name is None:
-        return tree_attention_xla
-    if name not in IMPLEMENTATIONS:
-        known = ", ".join(sorted(IMPLEMENTATIONS))
-        raise ValueError(f"Tree attention has no implementation {name!r}; known are {known}, or None to choose.")
-    return IMPLEMENTATIONS[name]
+        return mesh, kv_axis
+    ambient = jax.sharding.get_abstract_mesh()
+    if ambient.empty or ambient.manual_axes:  # inside a shard_map the caller has split already
+        return None, None
+    return ambient, KV_AXIS if KV_AXIS in ambient.shape else None
 
 
 def split_heads(
     run: Callable[..., Any], *, mesh: Mesh | AbstractMesh, kv_axis: str | None, kv_heads: int
 ) -> Callable[..., Any]:
-    """Wrap `run` so that each device along `kv_axis` computes its share of the heads."""
-    if kv_axis not in mesh.shape:
+    """Wrap `run` so that each device along `kv_axis` computes its share of the heads; without an axis, all of them."""
+    if kv_axis is not None and kv_axis not in mesh.shape:
         raise ValueError(f"The mesh has no axis {kv_axis!r}; its axes are {', '.join(map(str, mesh.axis_names))}.")
-    axis = kv_axis if kv_heads % mesh.shape[kv_axis] == 0 else None
+    axis = kv_axis if kv_axis is not None and kv_heads % mesh.shape[kv_axis] == 0 else None
     rows = PartitionSpec(None, None, axis, None)
     pages = PartitionSpec(axis, None, None, None)
     whole = PartitionSpec()
