@@ -1,7 +1,11 @@
 """The kernels, interpreted, against the float64 oracle on series of random cases; races, copies, odd sizes."""
 
 import functools
-from collections.abc import Iterator
+import itertools
+import math
+import types
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,3 +126,58 @@ def test_heads_are_split_over_a_mesh(name: str) -> None:
 def test_a_head_that_no_gpu_tile_holds_is_refused() -> None:
     with pytest.raises(ValueError, match="head size of 320; 256"):
         gpu_blocks(16, 320, 2)
+
+
+class Traffic:
+    """Bytes that one call of the TPU kernel moves between HBM and VMEM: blocks by their index maps, pages by copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copied, self.grid_spec = 0, pltpu.PrefetchScalarGridSpec(0)
+        make_copy, call = pltpu.make_async_copy, pallas_tpu.pl.pallas_call
+
+        def counted_copy(source: Any, target: Any, semaphore: Any) -> Any:
+            copy = make_copy(source, target, semaphore)
+            start = copy.start
+
+            def counted_start() -> None:
+                jax.debug.callback(self.count, np.int64(math.prod(source.shape) * source.dtype.itemsize))
+                start()
+
+            return types.SimpleNamespace(start=counted_start, wait=copy.wait)
+
+        def spying_call(kernel: Any, *, grid_spec: Any, **options: Any) -> Any:
+            self.grid_spec = grid_spec
+            return call(kernel, grid_spec=grid_spec, **options)
+
+        monkeypatch.setattr(pltpu, "make_async_copy", counted_copy)
+        monkeypatch.setattr(pallas_tpu.pl, "pallas_call", spying_call)
+
+    def count(self, size: np.ndarray) -> None:
+        self.copied += int(size)
+
+    def of_blocks(self, itemsizes: Sequence[int]) -> int:
+        """A block is moved where its index differs from the grid step before."""
+        moved, specs = 0, [*self.grid_spec.in_specs, *self.grid_spec.out_specs]
+        for spec, itemsize in zip([s for s in specs if s.block_shape is not None], itemsizes, strict=True):
+            indices = [spec.index_map(*step) for step in np.ndindex(self.grid_spec.grid)]
+            changes = 1 + sum(a != b for a, b in itertools.pairwise(indices))
+            moved += changes * math.prod(size or 1 for size in spec.block_shape) * itemsize
+        return moved
+
+
+@pytest.mark.parametrize(("Q", "group", "Z", "K"), [(64, 4, 128, 128), (1, 1, 128, 64)])
+def test_the_mask_costs_nothing_with_context(
+    Q: int, group: int, Z: int, K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context, G = 32_768, 2
+    case = make_case(prefix=(context - 5,), N=Q, G=G, group=group, K=K, Z=Z, table_pages=context // Z)
+    traffic = Traffic(monkeypatch)
+    counted = functools.partial(tree_attention_tpu, scale=case.scale, interpret=True)
+    out, _ = jax.block_until_ready(jax.jit(counted)(*case.arrays))
+    jax.effects_barrier()
+    assert np.isfinite(np.asarray(out)).all()
+    keys_and_values = 2 * G * context * K * 4
+    assert traffic.copied == keys_and_values  # whole pages, each once
+    # q, words, new keys and values, output, log-sum-exp: all four bytes
+    needed = keys_and_values + 2 * case.q_BQHK.nbytes
+    assert traffic.copied + traffic.of_blocks([4] * 6) <= 1.1 * needed

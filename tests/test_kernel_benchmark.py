@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from attention_cases import path, random_parents, words_of
 
-from benchmarks import kernel, random_llama, roofline
+from benchmarks import attention_candidates, kernel, random_llama, roofline
 from benchmarks.paper_models import PAPER_MODELS
 from benchmarks.roofline import Limits, Work, causal_work, find_peaks, tree_work
 from pallas_kernels.tree_attention import IMPLEMENTATIONS, tree_attention
@@ -37,7 +37,7 @@ def test_work_by_hand() -> None:
 
 def test_work_of_the_bar() -> None:
     # H 32, G 8, K 128, 8 slots, 64 rows, 8,192 tokens: nearly all of it is keys and values
-    work = kernel.Problem("llama-3-8b", 64, 8192, 8).work(2)
+    work = attention_candidates.Problem("llama-3-8b", 64, 8192, 8).work(2)
     assert 2 * 8 * 8192 * 8 * 128 * 2 < work.bytes < 1.08 * 2 * 8 * 8192 * 8 * 128 * 2
     assert work.flops == 4 * 32 * 128 * 8 * 64 * (8192 + 64)
 
@@ -71,7 +71,7 @@ def test_roofline_is_the_longer_time() -> None:
     assert Work(200, 4000).seconds(limits, "float32") == 2.0  # an unknown rate limits nothing
 
 
-@pytest.mark.parametrize("dtype", kernel.DTYPES)
+@pytest.mark.parametrize("dtype", attention_candidates.DTYPES)
 def test_limits_are_measured(dtype: str) -> None:
     limits = roofline.measure_limits(dtype, copy_bytes=2**16, size=32)
     assert limits.bytes_per_second > 0
@@ -94,7 +94,7 @@ def test_calls_fill_the_time() -> None:
 
 def test_dense_mask_is_the_tree() -> None:
     parent = random_parents(np.random.default_rng(0), 2, 40)
-    mask = kernel.dense_mask(np.asarray(words_of(parent)), context=5, padded=128)
+    mask = attention_candidates.dense_mask(np.asarray(words_of(parent)), context=5, padded=128)
     for b in range(2):
         for n in range(40):
             assert list(np.flatnonzero(mask[b, 0, n])) == [*range(5), *(5 + row for row in path(parent[b], n))]
@@ -102,7 +102,9 @@ def test_dense_mask_is_the_tree() -> None:
 
 def test_contiguous_rows_are_the_pages() -> None:
     pages = jnp.arange(3 * 4, dtype=jnp.float32).reshape(1, 3, 4, 1)
-    rows = kernel.contiguous(pages, jnp.full((1, 2, 1, 1), 99.0), jnp.array([[2, 0]], jnp.int32), context=6, padded=10)
+    rows = attention_candidates.contiguous(
+        pages, jnp.full((1, 2, 1, 1), 99.0), jnp.array([[2, 0]], jnp.int32), context=6, padded=10
+    )
     np.testing.assert_array_equal(rows[0, :, 0, 0], [8, 9, 10, 11, 0, 1, 99, 99, 0, 0])
 
 
@@ -170,9 +172,9 @@ def test_failing_candidate_is_named_and_the_rest_timed() -> None:
         raise NotImplementedError("no such shape\nand more")
 
     candidates = [
-        kernel.Candidate("fine", lambda q: q * 1.0, [()], right, 0.1),
-        kernel.Candidate("refuses", refuses, [()], right, 0.1),
-        kernel.Candidate("nan", lambda q: q * jnp.nan, [()], right, 0.1),
+        attention_candidates.Candidate("fine", lambda q: q * 1.0, [()], right, 0.1),
+        attention_candidates.Candidate("refuses", refuses, [()], right, 0.1),
+        attention_candidates.Candidate("nan", lambda q: q * jnp.nan, [()], right, 0.1),
     ]
     rows, failed = kernel.measure(q, candidates, Work(8, 8), device(), trips=1)
     assert [row.candidate for row in rows] == ["fine"]
@@ -204,8 +206,11 @@ def test_tokamax_that_does_not_load_is_a_reason(monkeypatch: pytest.MonkeyPatch)
     def load(name: str):
         raise AttributeError(f"module 'jax' has no attribute 'f' ({name})")
 
-    monkeypatch.setattr(kernel.importlib, "import_module", load)
-    assert kernel.dense_calls(1.0)["tokamax"] == "AttributeError: module 'jax' has no attribute 'f' (tokamax)"
+    monkeypatch.setattr(attention_candidates.importlib, "import_module", load)
+    assert (
+        attention_candidates.dense_calls(1.0)["tokamax"]
+        == "AttributeError: module 'jax' has no attribute 'f' (tokamax)"
+    )
 
 
 def test_kernels_are_named_from_the_program() -> None:
@@ -259,7 +264,7 @@ def test_bad_arguments_are_named(arguments: list[str], message: str) -> None:
 
 def test_defaults_have_the_bar_first_and_every_shape() -> None:
     problems = kernel.default_problems(False)
-    assert problems[0] == kernel.Problem("llama-3-8b", 64, 8192, 8)
+    assert problems[0] == attention_candidates.Problem("llama-3-8b", 64, 8192, 8)
     assert len(set(problems)) == len(problems)
     assert {p.shape for p in problems[:4]} == {"llama-3-8b", "llama-7b", "opt-13b", "llama-65b"}
 

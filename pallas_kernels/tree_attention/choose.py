@@ -49,7 +49,7 @@ def load(name: str) -> Callable[..., Any]:
 
 def kernel_here() -> str | None:
     """Return the kernel of the device on which JAX computes unless told otherwise."""
-    chosen = jax.config.jax_default_device
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue] (set when jax is imported)
     device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
     return kernel_of(device.platform, str(getattr(device, "compute_capability", "")))
 

@@ -63,6 +63,8 @@ def tree_attention_gpu(
     `interpret`: run on any device, slowly, as a check of the algorithm.
     `compute_capability`: of the chip, such as "8.0"; tiles are chosen for it. None fits every chip from 8.0 on.
     `splits`: parts that a slot's keys are cut into; None takes as many as fill the chip.
+
+    Raises ValueError for heads of more than 256.
     """
     B, Q, H, K = q_BQHK.shape
     G, _, Z, _ = k_pages_GPZK.shape
@@ -71,9 +73,7 @@ def tree_attention_gpu(
     dtype = jnp.result_type(q_BQHK, k_pages_GPZK)
     blocks = gpu_blocks(Q * J, K, dtype.itemsize, compute_capability)
     row_blocks = pl.cdiv(Q * J, blocks.rows)
-    if splits is None:
-        splits = choose_splits(B * G * row_blocks, table_pages * Z + N, blocks)
-
+    splits = splits or choose_splits(B * G * row_blocks, table_pages * Z + N, blocks)
     # Triton's integers have no sign of their own, and jax allows fewer operations on unsigned ones.
     words_BQC = lax.bitcast_convert_type(ancestors_BQC, jnp.int32)
 
@@ -87,10 +87,8 @@ def tree_attention_gpu(
         grid=(row_blocks, B * G, splits),
         in_specs=(
             spec((None, Q, None, J, K), lambda b, g, s: (b, 0, g, 0, 0)),
-            new,
-            new,
-            pages,
-            pages,
+            (new, new),
+            (pages, pages),
             spec((None, table_pages), lambda b, g, s: (b, 0)),
             spec((None,), lambda b, g, s: (b,)),
             spec((None, Q, C), lambda b, g, s: (b, 0, 0)),
@@ -109,10 +107,8 @@ def tree_attention_gpu(
         name="tree_attention_gpu",
     )(
         q_BQHK.reshape(B, Q, G, J, K),
-        k_new_BNGK,
-        v_new_BNGK,
-        k_pages_GPZK,
-        v_pages_GPZK,
+        (k_new_BNGK, v_new_BNGK),
+        (k_pages_GPZK, v_pages_GPZK),
         block_table,
         prefix_len_B,
         words_BQC,
@@ -123,11 +119,18 @@ def tree_attention_gpu(
 
 
 def choose_splits(programs: int, keys: int, blocks: GpuBlocks) -> int:
-    """Return how many parts a slot's keys are cut into: two programs a multiprocessor, at least four tiles each.
+    """Return into how many parts a slot's keys are cut: the fewest that keep three quarters of the chip busy.
 
-    `programs`: without splits. `keys`: what a slot can hold at most; lengths are not known before the program runs.
+    `programs`: without splits. `keys`: what a slot can hold at most; lengths are not known before the program runs. A
+    part has at least 256 of them, because its output in float32 goes through memory once more.
     """
-    return max(1, min(2 * blocks.multiprocessors // programs, keys // (4 * blocks.tokens)))
+    places = blocks.multiprocessors * max(1, 8 // blocks.num_warps)
+    counts = range(1, max(1, keys // max(256, 4 * blocks.tokens)) + 1)
+
+    def busy(splits: int) -> float:
+        return programs * splits / places / pl.cdiv(programs * splits, places)
+
+    return next((splits for splits in counts if busy(splits) >= 0.75), max(counts, key=busy))
 
 
 def merge(
@@ -145,10 +148,8 @@ def merge(
 
 def attend(
     q_ref: Any,
-    k_new_ref: Any,
-    v_new_ref: Any,
-    k_pages_ref: Any,
-    v_pages_ref: Any,
+    new_refs: tuple[Any, Any],
+    page_refs: tuple[Any, Any],
     table_ref: Any,
     length_ref: Any,
     words_ref: Any,
@@ -162,11 +163,11 @@ def attend(
 ) -> None:
     """Run one program: some rows of one slot and key/value head, one share of its keys.
 
-    Blocks: q [Q, J, K], new rows [N, K], pages [P, Z, K], table [pages], length [], words [Q, C] as int32,
+    Blocks: q [Q, J, K], new rows' K and V [N, K], pages of both [P, Z, K], table [pages], length [], words [Q, C] as int32,
     used [C], the words of all queries together, out [Q, J, K], lse [Q, J].
     """
     Q, J, K = q_ref.shape
-    N, T = k_new_ref.shape[0], blocks.tokens
+    N, T = new_refs[0].shape[0], blocks.tokens
     r_R = pl.program_id(0) * blocks.rows + jnp.arange(blocks.rows, dtype=jnp.int32)
     query_R, head_R, here_R = lax.div(r_R, J), lax.rem(r_R, J), r_R < Q * J
     k_K = jnp.arange(pl.next_power_of_2(K), dtype=jnp.int32)
@@ -183,7 +184,7 @@ def attend(
     last = jnp.minimum(first + share, tiles)
 
     step = functools.partial(advance, q_RK, scale=scale * math.log2(math.e))
-    prefix = functools.partial(read_prefix, k_pages_ref, v_pages_ref, table_ref, k_K=k_K, tokens=T)
+    prefix = functools.partial(read_prefix, page_refs, table_ref, k_K=k_K, tokens=T)
     state = Softmax(
         jnp.full(blocks.rows, SCORE_FLOOR, jnp.float32),
         jnp.zeros(blocks.rows, jnp.float32),
@@ -201,7 +202,7 @@ def attend(
         n_T = t * T + jnp.arange(T, dtype=jnp.int32)
         # A row that no query sees may be unwritten memory, and 0 * NaN is NaN.
         used_T = test_bit(pltriton.load(used_ref.at[lax.div(n_T, 32)], mask=n_T < N, other=0), n_T)
-        k_TK, v_TK = read_rows((k_new_ref, v_new_ref), (n_T,), used_T, k_K)
+        k_TK, v_TK = read_rows(new_refs, (n_T,), used_T, k_K)
         seen_RT = tree_mask(words_ref, query_R, here_R, t, T)
         return step(k_TK, v_TK, seen_RT, state=state)
 
@@ -236,17 +237,14 @@ def advance(
     )
 
 
-def dot(
-    left: Float[Array, "..."], right: Float[Array, "..."], contract: tuple[tuple[int], tuple[int]]
-) -> Float32[Array, "..."]:
+def dot(left: Float[Array, "..."], right: Float[Array, "..."], contract: tuple[Any, Any]) -> Float32[Array, "..."]:
     """Contract with float32 sums; HIGHEST keeps float32 operands from TF32 and says nothing to bfloat16 ones."""
     precision = lax.Precision.HIGHEST
     return lax.dot_general(left, right, (contract, ((), ())), precision=precision, preferred_element_type=jnp.float32)
 
 
 def read_prefix(
-    k_pages_ref: Any,
-    v_pages_ref: Any,
+    page_refs: tuple[Any, Any],
     table_ref: Any,
     t: Int32[Array, ""],
     *,
@@ -255,22 +253,19 @@ def read_prefix(
     length: Int32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "T K"], Float[Array, "T K"], Bool[Array, "1 T"] | None]:
     """Load tile `t` of a slot's prefix and its mask; only with a length is anything masked."""
-    Z = k_pages_ref.shape[1]
+    Z = page_refs[0].shape[1]
     s_T = t * tokens + jnp.arange(tokens, dtype=jnp.int32)
     seen_T = None if length is None else s_T < length
     if Z % tokens == 0:
         page_T = jnp.full(tokens, table_ref[lax.div(t * tokens, Z)])
     else:
         page_T = pltriton.load(table_ref.at[lax.div(s_T, Z)], mask=seen_T, other=None if seen_T is None else 0)
-    k_TK, v_TK = read_rows((k_pages_ref, v_pages_ref), (page_T, lax.rem(s_T, Z)), seen_T, k_K)
+    k_TK, v_TK = read_rows(page_refs, (page_T, lax.rem(s_T, Z)), seen_T, k_K)
     return k_TK, v_TK, None if seen_T is None else seen_T[None]
 
 
 def read_rows(
-    refs: tuple[Any, ...],
-    index: tuple[Int32[Array, " T"], ...],
-    here_T: Bool[Array, " T"] | None,
-    k_K: Int32[Array, " K"],
+    refs: tuple[Any, ...], index: tuple[Array, ...], here_T: Bool[Array, " T"] | None, k_K: Int32[Array, " K"]
 ) -> list[Float[Array, "T K"]]:
     """Load the rows at `index` from each array, zeros where `here_T` is false and beyond the head size."""
     K = refs[0].shape[-1]
@@ -293,11 +288,7 @@ def tree_tiles(words_ref: Any, query_R: Int32[Array, " R"], here_R: Bool[Array, 
 
 
 def tree_mask(
-    words_ref: Any,
-    query_R: Int32[Array, " R"],
-    here_R: Bool[Array, " R"],
-    t: Int32[Array, ""],
-    tokens: int,
+    words_ref: Any, query_R: Int32[Array, " R"], here_R: Bool[Array, " R"], t: Int32[Array, ""], tokens: int
 ) -> Bool[Array, "R T"]:
     """Expand the ancestor bits of tile `t` of the tree rows."""
     n_1T = (t * tokens + jnp.arange(tokens, dtype=jnp.int32))[None]

@@ -1,13 +1,14 @@
 """Tree attention as one Mosaic kernel for TPUs.
 
-One grid step serves a block of query rows of one slot and KV head. It starts copying the first prefix pages from the
-cache in HBM, attends to the tree while they fly, then walks the prefix block by block: the next block of pages is
-copied into one half of a buffer while the other half is computed with. The prefix has no mask; only its last block
-looks at the length. The tree's mask is expanded in registers from the ancestor words.
+One grid step serves a block of query rows of one slot and KV head: first the tree, then the prefix block by block. The
+pages of a block are copied from the cache in HBM into one half of a buffer while the other half is computed with, and
+the first block of the slot's next step while this step's last is, so only a slot's first block is waited for:
 
-    step        0            1            2
-    copies      block 0      block 1      block 2      -
-    compute     tree         block 0      block 1      block 2, masked by length
+    KV head     0                                            1
+    compute     tree         block 0      block 1, masked    tree         block 0      block 1, masked
+    copies      block 0 ->   block 1 ->   block 0 of head 1 -> ->         block 1 ->
+
+Only the last block of a prefix looks at the length. The tree's mask is expanded in registers from ancestor words.
 
 A TPU keeps arrays in tiles of 128 lanes. XLA lays a cache with K a multiple of 128 out row by row, as the kernel reads
 it. With other head sizes it puts another dimension into the lanes: the tokens of a page if they are a multiple of 128.
@@ -203,8 +204,8 @@ class Prefix(NamedTuple):
     """Tokens of the slot."""
     step: Any
     """Grid step within the slot: row blocks of the first KV head, then those of the second, and so on."""
-    steps: int
-    row_blocks: int
+    steps: Any
+    row_blocks: Any
     """Grid steps of one KV head."""
     pages: tuple[Any, Any]
     """Keys and values in HBM, [G, P, Z, K] or [G, P, K, Z]."""
