@@ -27,7 +27,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDev
 from benchmarks.gpu_targets import gpu_topology
 from benchmarks.paper_models import PAPER_MODELS
 from benchmarks.verify_cost import tree_program
-from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention.pallas_gpu import tree_attention_gpu
+from pallas_kernels.tree_attention.pallas_tpu import tree_attention_tpu
 from specinfer_jax.assemble import PAGE_SIZE
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.transformer import param_shapes
@@ -68,17 +69,22 @@ class Row:
     """Temporaries over weights and cache."""
 
 
-def target_devices(target: str) -> tuple[str, list[Any]]:
-    """(kernel's name, devices to compile for); raises whatever the missing compiler raises."""
+def kernel_name(target: str) -> str:
+    """The implementation that runs on such a chip."""
+    return "pallas_gpu" if target in GPU_TARGETS else "pallas_tpu"
+
+
+def target_devices(target: str) -> list[Any]:
+    """Devices to compile for; raises whatever the missing compiler raises."""
     if target in GPU_TARGETS:
-        return "pallas_gpu", list(gpu_topology(target).devices)
+        return list(gpu_topology(target).devices)
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    return "pallas_tpu", list(topologies.get_topology_desc(TPU_TOPOLOGIES[target], platform="tpu").devices)
+    return list(topologies.get_topology_desc(TPU_TOPOLOGIES[target], platform="tpu").devices)
 
 
-def compile_kernel(kernel: str, device: Any, dtype: str, K: int, Q: int, G: int, group: int) -> None:
-    """Compile one call of tree attention for one device."""
+def compile_kernel(target: str, device: Any, dtype: str, K: int, Q: int, G: int, group: int) -> None:
+    """Compile one call of tree attention for one device, with the tiles of that chip."""
     pages = CONTEXT // PAGE_SIZE
     place = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
     arrays = [
@@ -89,9 +95,11 @@ def compile_kernel(kernel: str, device: Any, dtype: str, K: int, Q: int, G: int,
         place((SLOTS,), jnp.int32),
         place((SLOTS, Q, -(-Q // 32)), jnp.uint32),
     ]
-    jax.jit(functools.partial(tree_attention, scale=K**-0.5, implementation=kernel)).trace(*arrays).lower(
-        lowering_platforms=(platform_name(kernel),)
-    ).compile()
+    run = tree_attention_tpu
+    if target in GPU_TARGETS:
+        run = functools.partial(tree_attention_gpu, compute_capability=".".join(target.removeprefix("sm_")))
+    traced = jax.jit(functools.partial(run, scale=K**-0.5)).trace(*arrays)
+    traced.lower(lowering_platforms=(platform_name(kernel_name(target)),)).compile()
 
 
 def platform_name(kernel: str) -> str:
@@ -148,11 +156,11 @@ def compile_step(config: ModelConfig, rows: int, kernel: str, devices: Sequence[
 
 def measure(target: str, config: ModelConfig, rows: int) -> Row:
     """Compile everything for one target."""
-    kernel, devices = target_devices(target)
+    devices = target_devices(target)
     kernels = [(dtype, *shape) for dtype in ("bfloat16", "float32") for shape in KERNEL_SHAPES]
     for dtype, *shape in kernels:
-        compile_kernel(kernel, devices[0], dtype, *shape)
-    seconds, memory = compile_step(config, rows, kernel, devices)
+        compile_kernel(target, devices[0], dtype, *shape)
+    seconds, memory = compile_step(config, rows, kernel_name(target), devices)
     arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
     return Row(target, len(devices), len(kernels), seconds, arguments, temporaries, temporaries / arguments)
 

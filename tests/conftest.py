@@ -30,6 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # `error` for everything: a warning is a fault of ours until it is named below with its reason.
     config.addinivalue_line("filterwarnings", "error")
     warnings.filterwarnings("error")
+    # From jax 0.11 on, lowering the GPU kernel says so; it is there until 0.12 at least.
+    config.addinivalue_line("filterwarnings", "ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
     passed_on = sys.unraisablehook
 
     def report(unraisable: Any) -> None:

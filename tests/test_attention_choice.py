@@ -1,5 +1,6 @@
 """Which attention implementation runs where, what happens when a kernel does not compile, and the mesh in use."""
 
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -18,18 +19,23 @@ attend = jax.jit(tree_attention, static_argnames=("scale", "mesh", "kv_axis", "i
 @pytest.mark.parametrize(
     ("platform", "capability", "kernel"),
     [
-        ("cpu", "", None),
-        ("tpu", "", "pallas_tpu"),
+        ("cpu", None, None),
+        ("tpu", None, "pallas_tpu"),
         ("gpu", "8.0", "pallas_gpu"),
         ("gpu", "9.0", "pallas_gpu"),
         ("gpu", "12.0", "pallas_gpu"),
         ("gpu", "7.5", None),  # T4
-        ("gpu", "gfx90a", None),
-        ("gpu", "", None),
+        ("gpu", None, None),  # not NVIDIA's
     ],
 )
-def test_every_device_has_its_kernel(platform: str, capability: str, kernel: str | None) -> None:
+def test_every_device_has_its_kernel(platform: str, capability: str | None, kernel: str | None) -> None:
     assert choose.kernel_of(platform, capability) == kernel
+
+
+@pytest.mark.parametrize(("told", "capability"), [("9.0", "9.0"), ("12.0", "12.0"), ("gfx90a", None), (None, None)])
+def test_a_capability_is_a_number(told: str | None, capability: str | None) -> None:
+    assert choose.compute_capability(types.SimpleNamespace(compute_capability=told)) == capability
+    assert choose.compute_capability(jax.devices()[0]) is None
 
 
 def test_cpu_takes_xla() -> None:

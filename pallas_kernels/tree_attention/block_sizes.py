@@ -40,7 +40,7 @@ class GpuBlocks(NamedTuple):
     """Keys of a tile, a power of two, at least 16."""
     num_warps: int
     num_stages: int
-    """Steps of a loop that overlap. Finding a tile's page takes one of them, so 3 keep two tiles in flight."""
+    """Steps of a loop that overlap. Finding a page takes one, so 3 load a tile while the one before is computed."""
     multiprocessors: int
     """Of the chip. A card with fewer gets more splits than it needs."""
 

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,26 +43,38 @@ def find_implementation(name: str | None, arrays: Sequence[Array]) -> Callable[.
 
 
 def load(name: str) -> Callable[..., Any]:
-    """Import the implementation called `name`."""
+    """Import the implementation called `name`; the GPU kernel's tiles are those of the GPU that is here, if one is."""
     module, function = IMPLEMENTATIONS[name].split(".")
-    return getattr(importlib.import_module(f"pallas_kernels.tree_attention.{module}"), function)
+    implementation = getattr(importlib.import_module(f"pallas_kernels.tree_attention.{module}"), function)
+    if name != "pallas_gpu":
+        return implementation
+    return functools.partial(implementation, compute_capability=compute_capability(default_device()))
+
+
+def default_device() -> jax.Device:
+    """Return the device on which JAX computes unless told otherwise."""
+    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue] (set when jax is imported)
+    return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+
+
+def compute_capability(device: Any) -> str | None:
+    """Return an NVIDIA GPU's capability, such as "9.0"; None for everything else."""
+    version = str(getattr(device, "compute_capability", ""))  # of GPUs only NVIDIA's tell it as a number
+    return version if re.fullmatch(r"\d+\.\d+", version) else None
 
 
 def kernel_here() -> str | None:
-    """Return the kernel of the device on which JAX computes unless told otherwise."""
-    chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue] (set when jax is imported)
-    device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
-    return kernel_of(device.platform, str(getattr(device, "compute_capability", "")))
+    """Return the kernel of the default device."""
+    device = default_device()
+    return kernel_of(device.platform, compute_capability(device))
 
 
-def kernel_of(platform: str, compute_capability: str) -> str | None:
+def kernel_of(platform: str, capability: str | None) -> str | None:
     """Return the name of the kernel written for such a device; None where there is none (CPU, GPUs before sm_80)."""
     if platform == "tpu":
         return "pallas_tpu"
-    # Of GPUs only NVIDIA's tell their capability as a number: "8.0", "9.0".
-    version = compute_capability.split(".")
-    if platform == "gpu" and all(part.isdecimal() for part in version):
-        return "pallas_gpu" if tuple(map(int, version)) >= OLDEST_GPU else None
+    if platform == "gpu" and capability is not None:
+        return "pallas_gpu" if tuple(map(int, capability.split("."))) >= OLDEST_GPU else None
     return None
 
 

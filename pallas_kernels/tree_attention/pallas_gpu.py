@@ -163,8 +163,8 @@ def attend(
 ) -> None:
     """Run one program: some rows of one slot and key/value head, one share of its keys.
 
-    Blocks: q [Q, J, K], new rows' K and V [N, K], pages of both [P, Z, K], table [pages], length [], words [Q, C] as int32,
-    used [C], the words of all queries together, out [Q, J, K], lse [Q, J].
+    Blocks: q [Q, J, K], new rows' K and V [N, K], pages of both [P, Z, K], table [pages], length [], words [Q, C],
+    used [C] (the words of all queries together), out [Q, J, K], lse [Q, J].
     """
     Q, J, K = q_ref.shape
     N, T = new_refs[0].shape[0], blocks.tokens
