@@ -71,6 +71,16 @@ def test_a_kernel_that_does_not_compile_is_replaced_with_one_warning(broken_kern
         assert_matches(attend(*other.arrays, scale=other.scale), other)
 
 
+@pytest.mark.parametrize(("Z", "K", "in_place"), [(64, 128, True), (128, 64, True), (64, 64, False), (16, 80, False)])
+def test_a_cache_that_a_tpu_would_copy_is_left_to_xla(Z: int, K: int, in_place: bool) -> None:
+    # case B084: XLA's own layout of narrow heads has another dimension in the lanes.
+    if in_place:
+        choose.check_pages((2, 9, Z, K))
+    else:
+        with pytest.raises(ValueError, match=f"pages of {Z} tokens with heads of {K} .* multiple of 128 tokens"):
+            choose.check_pages((2, 9, Z, K))
+
+
 def test_a_named_kernel_never_falls_back(broken_kernel: None) -> None:
     case = make_case()
     with pytest.raises(RuntimeError, match="RESOURCE_EXHAUSTED"):

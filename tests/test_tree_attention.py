@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_cases import AttentionCase, assert_matches, make_case, path, random_parents
+from attention_variants import RUN
 from jax.sharding import Mesh
 
-from pallas_kernels.tree_attention import IMPLEMENTATIONS, ancestor_words, causal_words, tree_attention
+from pallas_kernels.tree_attention import ancestor_words, causal_words, tree_attention
 from pallas_kernels.tree_attention.xla import tree_attention_xla
 
 CASES = {
@@ -29,14 +30,17 @@ CASES = {
 }
 
 
+KINDS = ("reference", "xla", "simulated_tpu", "pallas_gpu")
+"""One variant of each implementation."""
+
 attend = jax.jit(tree_attention, static_argnames=("scale", "mesh", "kv_axis", "implementation"))
 
 
-def run(case: AttentionCase, implementation: str | None = "xla", **options) -> list[np.ndarray]:
-    return [np.asarray(a) for a in attend(*case.arrays, scale=case.scale, implementation=implementation, **options)]
+def run(case: AttentionCase, name: str = "xla") -> list[np.ndarray]:
+    return [np.asarray(a) for a in RUN[name](*case.arrays, scale=case.scale)]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", KINDS)
 @pytest.mark.parametrize("name", CASES)
 def test_equals_definition(name: str, implementation: str) -> None:
     # NaN fills everything outside the prefixes: one that gets through fails the comparison.
@@ -58,7 +62,7 @@ def test_large_scores_stay_finite() -> None:
     assert_matches(run(case), case)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", KINDS)
 def test_only_key_gives_its_value(implementation: str) -> None:
     case = make_case(prefix=(0,), N=4, padding=2)
     out, _ = run(case, implementation)
@@ -66,7 +70,7 @@ def test_only_key_gives_its_value(implementation: str) -> None:
     np.testing.assert_array_equal(out[:, alone, 0], case.v_new_BNGK[:, alone, 0])
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", KINDS)
 def test_empty_row_gives_zero(implementation: str) -> None:
     case = make_case(prefix=(0, 9), N=3)
     case.ancestors_BQC[:, 1] = 0
@@ -77,7 +81,7 @@ def test_empty_row_gives_zero(implementation: str) -> None:
     assert np.isfinite(lse[1]).all()
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", KINDS)
 def test_unwritten_rows_may_hold_nan(implementation: str) -> None:
     # A speculator's later levels are not computed yet while an early level attends.
     case = make_case(prefix=(6,), N=8, padding=3)
@@ -97,7 +101,7 @@ def test_unwritten_rows_may_hold_nan(implementation: str) -> None:
     np.testing.assert_allclose(early_lse, lse[:, :5], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", KINDS)
 def test_non_ancestors_do_not_matter(implementation: str) -> None:
     # case B026: a changed row leaves every row that is not below it bit-equal, above and below the diagonal.
     case = make_case(prefix=(10,), N=9, G=2, group=2, seed=3)
@@ -234,17 +238,17 @@ def test_ancestor_words_equal_walks(N: int) -> None:
 
 
 def test_unknown_implementation_names_the_known() -> None:
-    with pytest.raises(ValueError, match=r"'cuda'; known are reference, xla"):
-        run(make_case(), "cuda")
+    with pytest.raises(ValueError, match=r"'cuda'; known are pallas_gpu, pallas_tpu, reference, xla"):
+        attend(*make_case().arrays, scale=1.0, implementation="cuda")
 
 
 def test_contradicting_arguments_are_refused() -> None:
     case = make_case(N=3, G=2)
     mesh = Mesh(np.array(jax.devices()), ("model",))
     with pytest.raises(ValueError, match="both mesh and kv_axis"):
-        run(case, mesh=mesh)
+        attend(*case.arrays, scale=case.scale, mesh=mesh)
     with pytest.raises(ValueError, match="no axis 'tensor'; its axes are model"):
-        run(case, mesh=mesh, kv_axis="tensor")
+        attend(*case.arrays, scale=case.scale, mesh=mesh, kv_axis="tensor")
     with pytest.raises(ValueError, match="1 ancestor words a query, not 2"):
         run(case._replace(ancestors_BQC=np.zeros((1, 3, 2), np.uint32)))
     with pytest.raises(ValueError, match="3 query heads cannot share 2"):

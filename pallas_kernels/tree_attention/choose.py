@@ -21,6 +21,9 @@ IMPLEMENTATIONS = {
 OLDEST_GPU = (8, 0)
 """NVIDIA compute capability from which on the GPU kernel runs."""
 
+TPU_LANES = 128
+"""Numbers side by side in a TPU's tiles."""
+
 _WARNED: set[str] = set()
 """Kernels whose failure has been told; every program would tell it again."""
 
@@ -86,6 +89,8 @@ def compiles(kernel: str, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> bo
     """
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     try:
+        if kernel == "pallas_tpu":
+            check_pages(shapes[3][0])
         jax.jit(functools.partial(load(kernel), scale=1.0)).lower(*arrays).compile()
     except Exception as error:  # whatever a compiler raises: too little shared memory, an unknown layout, a bug
         if kernel not in _WARNED:
@@ -96,3 +101,13 @@ def compiles(kernel: str, shapes: tuple[tuple[tuple[int, ...], str], ...]) -> bo
             )
         return False
     return True
+
+
+def check_pages(shape: tuple[int, ...]) -> None:
+    """Raise a ValueError where XLA lays pages `[G, P, Z, K]` out so that a TPU kernel cannot read them in place."""
+    *_, Z, K = shape
+    if K % TPU_LANES != 0 and Z % TPU_LANES != 0:
+        raise ValueError(
+            f"pages of {Z} tokens with heads of {K} numbers would be copied whole in every call; "
+            f"pages of a multiple of {TPU_LANES} tokens are read in place"
+        )

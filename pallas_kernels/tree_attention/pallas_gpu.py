@@ -27,9 +27,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from pallas_kernels.tree_attention.block_sizes import GpuBlocks, gpu_blocks
-
-SCORE_FLOOR = -1e30
-"""The running maximum's start. From -inf, a row without keys would give exp(-inf + inf) = NaN; from here it gives 0."""
+from pallas_kernels.tree_attention.xla import SCORE_FLOOR
 
 
 class Softmax(NamedTuple):
