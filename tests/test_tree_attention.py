@@ -253,3 +253,25 @@ def test_contradicting_arguments_are_refused() -> None:
         run(case._replace(ancestors_BQC=np.zeros((1, 3, 2), np.uint32)))
     with pytest.raises(ValueError, match="3 query heads cannot share 2"):
         run(case._replace(q_BQHK=np.zeros((1, 3, 3, 16), np.float32)))
+
+
+def test_without_a_cache_there_is_a_derivative() -> None:
+    # Training: no pages at all; the derivative along a random direction equals a finite difference.
+    case = make_case(prefix=(0,), N=6, G=2, group=2)
+    empty = np.zeros((2, 0, 8, 16), np.float32)
+    table = np.zeros((1, 0), np.int32)
+    weight = np.random.default_rng(1).standard_normal(case.q_BQHK.shape).astype(np.float32)
+
+    @jax.jit
+    def loss(q, k_new, v_new):
+        rest = (empty, empty, table, case.prefix_len_B, case.ancestors_BQC)
+        out, _ = tree_attention(q, k_new, v_new, *map(jnp.asarray, rest), scale=case.scale, implementation="xla")
+        return (out * weight).sum()
+
+    at = case.arrays[:3]
+    np.testing.assert_allclose(loss(*at), (run(case)[0] * weight).sum(), rtol=1e-5)
+    step = [1e-2 * np.random.default_rng(2).standard_normal(a.shape).astype(np.float32) for a in at]
+    ahead, behind = ([a + sign * d for a, d in zip(at, step, strict=True)] for sign in (1, -1))
+    slopes = jax.grad(loss, argnums=(0, 1, 2))(*at)
+    predicted = 2 * sum(float((slope * d).sum()) for slope, d in zip(slopes, step, strict=True))
+    np.testing.assert_allclose(float(loss(*ahead) - loss(*behind)), predicted, rtol=1e-3)

@@ -55,13 +55,14 @@ def tree_attention_xla(
     if block_tokens is None:
         # CPU: small blocks waste little and stay in its cache. On a GPU each trip of a loop waits for the host.
         block_tokens = CPU_BLOCK_TOKENS if jax.default_backend() == "cpu" else OTHER_BLOCK_TOKENS
-    pages = min(max(1, block_tokens // Z), block_table.shape[1])
 
     q_BQGJK = (q_BQHK.astype(jnp.float32) * scale).reshape(B, Q, G, group, K)
     q_BGRK = q_BQGJK.transpose(0, 2, 1, 3, 4).reshape(B, G, Q * group, K)
 
     state = attend_tree(q_BGRK, k_new_BNGK, v_new_BNGK, expand_words(ancestors_BQC, k_new_BNGK.shape[1]))
-    state = attend_prefix(state, q_BGRK, k_pages_GPZK, v_pages_GPZK, block_table, prefix_len_B, pages=pages)
+    if block_table.shape[1]:  # without a cache (training) there is no loop, and so a derivative in reverse
+        pages = min(max(1, block_tokens // Z), block_table.shape[1])
+        state = attend_prefix(state, q_BGRK, k_pages_GPZK, v_pages_GPZK, block_table, prefix_len_B, pages=pages)
 
     out_BGRK = state.acc_BGRK / jnp.where(state.total_BGR > 0, state.total_BGR, 1.0)[..., None]
     lse_BGR = state.top_BGR + jnp.log(state.total_BGR)
