@@ -80,6 +80,7 @@ def target_devices(target: str) -> list[Any]:
         return list(gpu_topology(target).devices)
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")  # any: libtpu only complains where there is none
     return list(topologies.get_topology_desc(TPU_TOPOLOGIES[target], platform="tpu").devices)
 
 
