@@ -12,17 +12,23 @@ import numpy as np
 
 from specinfer_jax.checkpoint.load import LoadedModel, load_model
 from specinfer_jax.checkpoint.resolve import resolve
-from specinfer_jax.config import DEFAULT_TREE, SamplingParams, Speculation
+from specinfer_jax.config import AUTO, DEFAULT_TREE, WIDE, SamplingParams, Speculation
 from specinfer_jax.errors import ConfigError, SpeculationError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import cache_bytes
 from specinfer_jax.speculation.ngram import NgramSpeculator
+from specinfer_jax.speculation.pass_costs import pass_seconds
 from specinfer_jax.speculation.rules import exact_pair
 from specinfer_jax.speculation.speculator import Speculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
 from specinfer_jax.speculation.state import DecodeParams, StepProgram
+from specinfer_jax.speculation.tree_choice import MAX_DEPTH, fastest_ssm, widest_trees
 from specinfer_jax.tokenizer import Tokenizer
-from specinfer_jax.tree.expand import MAX_TREE_NODES, parse_expansion
+from specinfer_jax.tree.expand import parse_expansion
+from specinfer_jax.tree.optimal import CATCH_UP_ROWS
+from specinfer_jax.tree.rates import AcceptanceRates
+from specinfer_jax.tree.shape import MAX_TREE_NODES, TreeShape
+from specinfer_jax.tree.token_tree import ROW_BUCKETS
 
 PAGE_SIZE = 128
 """Tokens of one cache page; one page is one block of the attention loop on CPU (docs/log.md)."""
@@ -43,6 +49,8 @@ class Model(NamedTuple):
     """Its tokenizer."""
     location: str
     """Where it came from, for messages."""
+    acceptance: AcceptanceRates | None = None
+    """As an SSM, measured beforehand; None: unknown."""
 
     def first_layers(self, num_layers: int) -> "Model":
         """The same model cut off after its first layers, sharing all arrays; a cheap SSM to experiment with."""
@@ -53,6 +61,7 @@ class Model(NamedTuple):
             config=dataclasses.replace(self.config, num_layers=num_layers),
             params={name: value for name, value in self.params.items() if name in kept},
             location=f"first {num_layers} layers of {self.location}",
+            acceptance=None,
         )
 
     def with_reduced_head(self, token_ids: Sequence[int]) -> "Model":
@@ -73,6 +82,7 @@ class Model(NamedTuple):
             config=dataclasses.replace(self.config, tied_head=False, output_vocab_size=ids.size),
             params={**self.params, "head": head, "output_ids": jnp.asarray(ids, jnp.int32)},
             location=f"{self.location} with a head of {ids.size} ids",
+            acceptance=None,
         )
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
@@ -117,8 +127,16 @@ def choose_max_model_len(config: ModelConfig, asked: int | None) -> int:
     return asked or longest
 
 
-def build_program(llm: Model, speculation: Speculation, *, dtype: jnp.dtype) -> tuple[StepProgram, DecodeParams]:
-    """The static step and its parameters.
+def build_program(
+    llm: Model, speculation: Speculation, *, dtype: jnp.dtype, num_slots: int = 1
+) -> tuple[StepProgram, DecodeParams]:
+    """The static step and its parameters; `tree="auto"` may measure passes first, once per machine.
+
+    Args:
+      llm: the verifying model.
+      speculation: who proposes trees.
+      dtype: of weights and caches.
+      num_slots: requests side by side.
 
     Raises:
       SpeculationError: a tree does not parse or is too large, an SSM's vocabulary is not the LLM's, or the LLM has a
@@ -132,20 +150,24 @@ def build_program(llm: Model, speculation: Speculation, *, dtype: jnp.dtype) -> 
     children, verification = exact_pair(speculation.children, speculation.verification)
     speculators: list[Speculator] = []
     params: list[Any] = []
-    if speculation.tree is not None and not speculation.ssms:
+    if speculation.tree not in (None, AUTO, WIDE) and not speculation.ssms:
         raise SpeculationError("a tree of children per level needs an SSM: give ssms=[...] as well")
-    for number, ssm in enumerate(_open_ssms(llm, speculation.ssms, dtype)):
-        name = "ssm" if len(speculation.ssms) == 1 else f"ssm{number + 1}"
-        speculators.append(
-            _ssm_speculator(llm, ssm, speculation.tree or DEFAULT_TREE, children=children, number=number, name=name)
-        )
-        params.append(ssm.params)
-    if speculation.uses_ngram:
+    max_rows = CPU_MAX_ROWS if jax.devices()[0].platform == "cpu" else DEVICE_MAX_ROWS
+    ssms = _open_ssms(llm, speculation.ssms, dtype)
+    for ssm in ssms:
+        _check_vocabulary(llm, ssm)
+    shapes = _choose_shapes(llm, ssms, speculation.tree, num_slots=num_slots, max_rows=max_rows, dtype=dtype)
+    for number, (ssm, shape) in enumerate(zip(ssms, shapes, strict=True)):
+        if shape is not None:
+            name = "ssm" if len(ssms) == 1 else f"ssm{number + 1}"
+            speculators.append(_ssm_speculator(llm, ssm, shape, children=children, number=number, name=name))
+            params.append(ssm.params)
+    has_none_left = not speculators and speculation.ngram is None  # all SSMs cost more than they would gain
+    if speculation.uses_ngram or has_none_left:
         speculators.append(NgramSpeculator())
         params.append(())
-    max_rows = CPU_MAX_ROWS if jax.devices()[0].platform == "cpu" else DEVICE_MAX_ROWS
     program = StepProgram(
-        llm.config, tuple(speculators), adaptive=speculation.adaptive, max_rows=max_rows,
+        llm.config, tuple(speculators), adaptive=speculation.cuts_trees, max_rows=max_rows,
         verification=verification, vocab_limit=vocab_limit,
     )  # fmt: skip
     if program.buckets[-1] > MAX_TREE_NODES + 1:
@@ -171,16 +193,50 @@ def _open_ssms(llm: Model, ssms: Sequence[Any], dtype: jnp.dtype) -> list[Model]
     return result
 
 
-def _ssm_speculator(llm: Model, ssm: Model, tree: str, *, children: str, number: int, name: str) -> SsmSpeculator:
+def _choose_shapes(
+    llm: Model, ssms: Sequence[Model], tree: str | None, *, num_slots: int, max_rows: int, dtype: jnp.dtype
+) -> list[TreeShape | None]:
+    """The tree of every SSM; None: it does not take part."""
+    rates = [ssm.acceptance for ssm in ssms]
+    if tree == WIDE:
+        return [*widest_trees(rates)]
+    if tree not in (None, AUTO):
+        return [parse_expansion(tree)] * len(ssms)
+    known = [m for m, own in enumerate(rates) if own is not None]
+    if not known:
+        return [parse_expansion(DEFAULT_TREE)] * len(ssms)
+    buckets = [rows for rows in ROW_BUCKETS if rows <= max_rows and rows != 2]
+    draft_rows = [1, *(rows for rows in ROW_BUCKETS if 2 < rows < max_rows), max(max_rows, MAX_DEPTH + CATCH_UP_ROWS)]
+
+    def seconds(model: Model, rows: Sequence[int]) -> dict[int, float]:
+        return pass_seconds(model.config, model.params, rows, num_slots=num_slots, page_size=PAGE_SIZE, dtype=dtype)
+
+    choice = fastest_ssm(
+        [own for own in rates if own is not None],
+        verify_seconds=seconds(llm, buckets),
+        draft_seconds=[seconds(ssms[m], draft_rows) for m in known],
+    )
+    shapes: list[TreeShape | None] = [None] * len(ssms)
+    if choice is not None:
+        shapes[known[choice.ssm]] = choice.shape
+    return shapes
+
+
+def _check_vocabulary(llm: Model, ssm: Model) -> None:
     differences = llm.tokenizer.first_differences(ssm.tokenizer)
     if differences:
         listed = "; ".join(f"id {d.token_id} is {d.piece!r} and {d.other_piece!r}" for d in differences)
         raise SpeculationError(
             f"SSM {ssm.location} has another vocabulary than {llm.location}: {listed}; an SSM needs the LLM's tokenizer"
         )
+
+
+def _ssm_speculator(
+    llm: Model, ssm: Model, shape: TreeShape, *, children: str, number: int, name: str
+) -> SsmSpeculator:
     return SsmSpeculator(
         config=ssm.config,
-        expansion=parse_expansion(tree),
+        expansion=shape,
         max_len=choose_max_model_len(ssm.config, None),
         # What only one side has is padding: the LLM could never have produced it as text.
         vocab_limit=ssm.config.output_vocab_size
@@ -188,6 +244,7 @@ def _ssm_speculator(llm: Model, ssm: Model, tree: str, *, children: str, number:
         children=children,
         number=number,
         name=name,
+        rates=ssm.acceptance,
     )
 
 

@@ -21,8 +21,10 @@ from specinfer_jax.sampling_params import GREEDY, SamplingParams
 from specinfer_jax.speculation.rules import exact_pair
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+AUTO, WIDE = "auto", "wide"
+"""Trees that are chosen by acceptance: the most tokens per second, the most tokens per step."""
 DEFAULT_TREE = "1,1,3,1,1"
-"""Expansion of a single SSM's tree where none is asked for."""
+"""What `AUTO` takes for SSMs whose acceptance nobody measured."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -34,7 +36,9 @@ class Speculation:
     ssms: Sequence[Any] = ()
     """Small speculative models: names, folders, .gguf files, hub ids or loaded models; same vocabulary as the LLM."""
     tree: str | None = None
-    """Children per node and level of each SSM's tree, such as "1,1,3,1,1"; None takes the default."""
+    """Tree of each SSM. "auto", or None: the SSM and the shape with the most tokens per second here, or none at all.
+    "wide": the most tokens per step within 32 speculated nodes, always verified whole. "1,1,3,1,1": children per node
+    and level. "2/2,1/1,0,1": children of every node, level by level."""
     ngram: bool | None = None
     """Propose what followed earlier occurrences of the last tokens; None: if there is no SSM."""
     children: str | None = None
@@ -60,6 +64,11 @@ class Speculation:
     def off(cls) -> "Speculation":
         """Incremental decoding: one token per LLM pass."""
         return cls(enabled=False)
+
+    @property
+    def cuts_trees(self) -> bool:
+        """Whether trees may be cut to what pays."""
+        return self.adaptive and self.tree != WIDE
 
     @property
     def uses_ngram(self) -> bool:

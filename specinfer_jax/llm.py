@@ -74,7 +74,7 @@ class LLM:
         self.speculation = speculation
         on_cpu = jax.devices()[0].platform == "cpu"
         num_slots = max_num_seqs or (1 if on_cpu else 8)
-        program, params = build_program(self.model, speculation, dtype=self.dtype)
+        program, params = build_program(self.model, speculation, dtype=self.dtype, num_slots=num_slots)
         check_memory(program, num_slots=num_slots, max_model_len=self.max_model_len, dtype=self.dtype)
         self.engine = Engine(
             params, program,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from specinfer_jax.config import DEFAULT_MODEL, DEFAULT_TREE, LLMConfig, load_config
+from specinfer_jax.config import DEFAULT_MODEL, LLMConfig, load_config
 from specinfer_jax.sampling_params import GREEDY
 from specinfer_jax.speculation.rules import CHILDREN, VERIFICATION
 
@@ -66,8 +66,9 @@ def _llm_config(
     tree: Annotated[
         str | None,
         typer.Option(
-            metavar="K1,K2,...", rich_help_panel=_SPECULATION,
-            help=f"Children per node at each level of an SSM's tree. [default: {DEFAULT_TREE}]",
+            metavar="TREE", rich_help_panel=_SPECULATION,
+            help="An SSM's tree: auto (most tokens per second), wide (most tokens per step), children per node at each "
+            "level (1,1,3,1,1) or of every node (2/2,1/1,0,1). [default: auto]",
         ),
     ] = None,
     ngram: Annotated[

@@ -30,7 +30,8 @@ from specinfer_jax.speculation.mss import DraftDistributions
 from specinfer_jax.speculation.randomness import Role, keys_at
 from specinfer_jax.speculation.rules import TOP_K
 from specinfer_jax.speculation.speculator import CachedModel, Context, drop_unwanted
-from specinfer_jax.tree.expand import Expansion
+from specinfer_jax.tree.rates import AcceptanceRates
+from specinfer_jax.tree.shape import Level, TreeShape
 from specinfer_jax.tree.token_tree import TokenTree
 
 _PRIOR_FIRST_CHILD, _PRIOR_OTHER_CHILD = 0.6, 0.12
@@ -42,8 +43,8 @@ class SsmSpeculator:
 
     config: ModelConfig
     """The SSM."""
-    expansion: Expansion
-    """Children per node at every level."""
+    expansion: TreeShape
+    """Children of every node."""
     max_len: int
     """Longest context the SSM drafts for; beyond it the speculator is silent."""
     vocab_limit: int
@@ -54,6 +55,8 @@ class SsmSpeculator:
     """Which of the SSMs it is: SSMs draw with different keys, or their trees would be correlated."""
     name: str = "ssm"
     """Shown in statistics."""
+    rates: AcceptanceRates | None = None
+    """Acceptance as measured beforehand; None: unknown."""
     implementation: str | None = None
     """Attention kernel; None picks."""
 
@@ -82,7 +85,10 @@ class SsmSpeculator:
         return (level_start[self.expansion.depths()] + self.expansion.child_ranks()).astype(np.int32)
 
     def prior_rates(self) -> np.ndarray:
-        """float32 `[num_kinds]`: hopeful, so that an unknown SSM is tried."""
+        """float32 `[num_kinds]`: as measured; of an unknown SSM hopeful, so that it is tried."""
+        if self.rates is not None:
+            by_level = [self.rates.at(depth, k) for depth, k in enumerate(self.expansion.widths)]
+            return np.concatenate(by_level).astype(np.float32)
         ranks = np.concatenate([np.arange(k) for k in self.expansion.widths])
         return np.where(ranks == 0, _PRIOR_FIRST_CHILD, _PRIOR_OTHER_CHILD).astype(np.float32)
 
@@ -164,48 +170,71 @@ class SsmSpeculator:
         words_BRC = ancestor_words(self._parents_behind_chain(lag_B, chain_len))
         rows, levels, start = chain, [], chain_len
         parent_valid_BW = jnp.ones((B, 1), bool)
-        for level, (k, size) in enumerate(zip(self.expansion.widths, self.expansion.level_sizes, strict=True)):
-            children = self._children(params, x_DW, context, k, level)
-            parent_valid_BW = (children.valid_Bn.reshape(B, -1, k) & parent_valid_BW[:, :, None]).reshape(B, size)
-            levels.append(children._replace(valid_Bn=parent_valid_BW))
-            if level + 1 == self.expansion.depth:
+        for depth, level in enumerate(self.expansion.levels()):
+            nodes = self._children(params, x_DW, context, level, depth, parent_valid_BW)
+            levels.append(nodes)
+            W = len(level.inner_W)
+            if W == 0:
                 break  # leaves need no pass of their own
-            stop = start + size
-            position_BW = jnp.broadcast_to((context.committed_B + level)[:, None], (B, size))
+            stop = start + W
+            position_BW = jnp.broadcast_to((context.committed_B + depth)[:, None], (B, W))
             x_DW, new = forward(
-                params, children.token_Bn, position_BW, cache, words_BRC[:, start:stop, : -(-stop // 32)],
+                params, _columns(nodes.token_Bn, level.inner_W), position_BW, cache,
+                words_BRC[:, start:stop, : -(-stop // 32)],
                 config=self.config, earlier=rows, prompt_len_B=context.prompt_len_B,
                 implementation=self.implementation,
             )  # fmt: skip
             rows = jax.tree.map(lambda old, added: jnp.concatenate([old, added], axis=1), rows, new)
+            parent_valid_BW = _columns(nodes.valid_Bn, level.inner_W)
             start = stop
         # None (no distributions) is an empty pytree, so all levels have the same structure.
-        return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *levels), chain
+        expanded = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), *levels)
+        return expanded._replace(drawn_from=self._by_row(expanded.drawn_from)), chain
 
     def _parents_behind_chain(self, lag_B: Int[Array, " B"], chain_len: int) -> Int[Array, "B R"]:
-        """Parents of the chain's rows (0 to lag, the last is the tree's root) followed by the tree's other rows."""
-        B, R = lag_B.shape[0], chain_len + self.num_nodes
+        """Parents of the chain's rows (0 to lag, the last is the tree's root) followed by the tree's inner rows."""
+        inner_W = self.expansion.inner_rows()
+        B, R = lag_B.shape[0], chain_len + len(inner_W) - 1
         chain_C = np.concatenate([[R], np.arange(chain_len - 1)]).astype(np.int32)
-        parent_n = self.expansion.parents()[1:]
-        tree_Bn = jnp.where(parent_n[None] == 0, lag_B[:, None], parent_n[None] + chain_len - 1)
-        return jnp.concatenate([jnp.broadcast_to(chain_C[None], (B, chain_len)), tree_Bn], axis=1)
+        # Index of every inner row's parent among the inner rows; the root is number 0.
+        parent_w = np.searchsorted(inner_W, self.expansion.parents()[inner_W[1:]]).astype(np.int32)
+        tree_Bw = jnp.where(parent_w[None] == 0, lag_B[:, None], parent_w[None] + chain_len - 1)
+        return jnp.concatenate([jnp.broadcast_to(chain_C[None], (B, chain_len)), tree_Bw], axis=1)
 
-    def _children(self, params: Any, x_DT: Float[Array, "D T"], context: Context, k: int, level: int) -> "_Expanded":
-        """k children of every node of one level, laid out as the next level's nodes."""
-        B = context.committed_B.shape[0]
+    def _by_row(self, drawn_from: DraftDistributions | None) -> DraftDistributions | None:
+        """Entries for all rows up to the last one with children; those of rows without are never read."""
+        if drawn_from is None:
+            return None
+        inner_W = self.expansion.inner_rows()
+        entry_E = np.searchsorted(inner_W, np.arange(inner_W[-1] + 1)).astype(np.int32)
+        return DraftDistributions(*(_columns(x_BWC, entry_E) for x_BWC in drawn_from))
+
+    def _children(
+        self, params: Any, x_DT: Float[Array, "D T"], context: Context, level: Level, depth: int,
+        parent_valid_BW: Bool[Array, "B W"],
+    ) -> "_Expanded":  # fmt: skip
+        """The nodes of one level, out of W nodes of the level above."""
+        B, k = context.committed_B.shape[0], level.most
         logits_VT = vocabulary_logits(params, x_DT, config=self.config)[: self.vocab_limit]
+        # Without the barrier XLA gives the matmul the layout that top_k wants: 20 times slower for 2 to 6 rows on CPU.
+        logits_VT = jax.lax.optimization_barrier(logits_VT)
         if self.children == TOP_K:
             token_BWk, valid_BWk = likeliest_children(logits_VT, B, k)
             slot_BWk, drawn_from = jnp.zeros_like(token_BWk), None
         else:
-            key_B = keys_at(context.sampling.key_B2, context.committed_B, Role.DRAFT, self.number, level)
+            key_B = keys_at(context.sampling.key_B2, context.committed_B, Role.DRAFT, self.number, depth)
             drawn = drawn_children(logits_VT, context.sampling, key_B, k=k, rule=self.children)
             token_BWk, valid_BWk, slot_BWk, drawn_from = drawn
         if "output_ids" in params:  # a reduced head: its rows stand for these ids of the LLM
             id_V = params["output_ids"]
             token_BWk = id_V[token_BWk]
             drawn_from = None if drawn_from is None else drawn_from._replace(id_BEC=id_V[drawn_from.id_BEC])
-        return _Expanded(token_BWk.reshape(B, -1), valid_BWk.reshape(B, -1), slot_BWk.reshape(B, -1), drawn_from)
+        valid_BWk = valid_BWk & parent_valid_BW[:, :, None]
+        # Of nodes that have fewer children than k the first draws count: the others were never drawn, as it were.
+        token_Bn, valid_Bn, slot_Bn = (
+            _columns(x_BWk.reshape(B, -1), level.child_n) for x_BWk in (token_BWk, valid_BWk, slot_BWk)
+        )
+        return _Expanded(token_Bn, valid_Bn, slot_Bn, drawn_from)
 
 
 class _Expanded(NamedTuple):
@@ -218,4 +247,10 @@ class _Expanded(NamedTuple):
     slot_Bn: Int[Array, "B n"]
     """Candidates drawn."""
     drawn_from: DraftDistributions | None
-    """q of every expanded row, the root's first; None: chosen without randomness."""
+    """q of every row with children, the root's first; None: chosen without randomness."""
+
+
+def _columns(x_BX: Array, index_n: np.ndarray) -> Array:
+    """`x[:, index]` for a static, rising index."""
+    is_everything = len(index_n) == x_BX.shape[1]
+    return x_BX if is_everything else x_BX[:, index_n]
