@@ -12,6 +12,7 @@ import numpy as np
 
 from specinfer_jax.checkpoint.load import LoadedModel, load_model
 from specinfer_jax.checkpoint.resolve import resolve
+from specinfer_jax.checkpoint.ssm_folder import find_ssm_folder, read_ssm
 from specinfer_jax.config import AUTO, DEFAULT_TREE, WIDE, SamplingParams, Speculation
 from specinfer_jax.errors import ConfigError, SpeculationError
 from specinfer_jax.models.config import ModelConfig
@@ -96,6 +97,21 @@ def open_model(name: str | os.PathLike[str], *, dtype: jnp.dtype) -> Model:
     path = resolve(name)
     loaded = load_model(path, dtype=dtype)
     return Model(loaded.config, loaded.params, tokenizer_of(loaded), str(name))
+
+
+def open_ssm(name: str | os.PathLike[str], llm: Model, *, dtype: jnp.dtype) -> Model:
+    """An SSM by name or path: one made for this LLM, which shares its arrays, or any model with its vocabulary.
+
+    Raises:
+      CheckpointError: it was made for another LLM, or is damaged.
+      ModelNotFoundError, TokenizerError: as `open_model`.
+    """
+    folder = find_ssm_folder(name)
+    if folder is None:
+        return open_model(name, dtype=dtype)
+    found = read_ssm(folder, llm.params, dtype=dtype)
+    acceptance = None if found.acceptance is None else AcceptanceRates.from_dict(found.acceptance)
+    return Model(found.config, found.params, llm.tokenizer, str(name), acceptance)
 
 
 def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
@@ -186,7 +202,7 @@ def _open_ssms(llm: Model, ssms: Sequence[Any], dtype: jnp.dtype) -> list[Model]
             result.append(ssm)
         elif isinstance(ssm, str | Path):
             if str(ssm) not in opened:  # the same weights are never loaded twice
-                opened[str(ssm)] = open_model(ssm, dtype=dtype)
+                opened[str(ssm)] = open_ssm(ssm, llm, dtype=dtype)
             result.append(opened[str(ssm)])
         else:
             raise SpeculationError(f"an SSM must be a model name, a path or a loaded Model, got {type(ssm).__name__}")

@@ -8,11 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_model
 
-from specinfer_jax.checkpoint.ssm_folder import SSM_FILE, WEIGHTS_FILE, quantise, read_ssm, write_ssm
+from specinfer_jax.assemble import build_program, open_model, open_ssm
+from specinfer_jax.checkpoint.ssm_folder import SSM_FILE, WEIGHTS_FILE, find_ssm_folder, quantise, read_ssm, write_ssm
+from specinfer_jax.config import Speculation
 from specinfer_jax.errors import CheckpointError
 from specinfer_jax.models.config import ModelConfig, RopeConfig
 from specinfer_jax.models.transformer import init_params
+from specinfer_jax.tree.rates import AcceptanceRates
 
 LLM = ModelConfig(
     family="llama", vocab_size=97, width=32, num_layers=3, num_heads=4, num_kv_heads=2, head_size=8, mlp_width=64,
@@ -104,3 +108,26 @@ def test_damage_is_named(break_it: Any, message: str, tmp_path: Path) -> None:
     break_it(tmp_path)
     with pytest.raises(CheckpointError, match=message):
         read_ssm(tmp_path, LLM_PARAMS, dtype=jnp.float32)
+
+
+def test_an_ssm_is_opened_beside_its_llm(tmp_path: Path) -> None:
+    llm = open_model(tiny_model.write_folder(tmp_path / "llm"), dtype=jnp.dtype(jnp.float32))
+    own = llm.with_reduced_head(range(3, 40))
+    rates = AcceptanceRates.from_success(0.5, 0.7, 5)
+    write_ssm(
+        tmp_path / "ssm", own.config, own.params, llm_name="tiny", llm_params=llm.params, acceptance=rates.as_dict()
+    )  # fmt: skip
+    opened = open_ssm(tmp_path / "ssm", llm, dtype=jnp.dtype(jnp.float32))
+    assert opened.acceptance == AcceptanceRates.from_dict(rates.as_dict())
+    assert opened.params["embed"]["embedding"] is llm.params["embed"]["embedding"]
+    assert opened.tokenizer is llm.tokenizer
+    program, params = build_program(
+        llm, Speculation(ssms=[str(tmp_path / "ssm")], tree="1,1"), dtype=jnp.dtype(jnp.float32)
+    )  # fmt: skip
+    assert program.speculators[0].num_nodes == 2
+    assert jax.tree.leaves(params.speculators[0])[0] is jax.tree.leaves(llm.params)[0]
+
+
+def test_names_that_are_no_such_folder(tmp_path: Path) -> None:
+    assert find_ssm_folder("smollm2-135m-instruct") is None
+    assert find_ssm_folder(tmp_path) is None

@@ -9,6 +9,7 @@ was not tuned), or stored: matrices as int8 with one float32 scale a row, everyt
 
 import dataclasses
 import json
+import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,6 +28,16 @@ from specinfer_jax.models.transformer import Params
 SSM_FILE, WEIGHTS_FILE = "ssm.json", "weights.npz"
 FORMAT = 1
 _PROBE_VALUES = 32
+
+
+SHIPPED = Path(__file__).parent.parent / "ssms"
+"""SSMs that come with the package, a folder each."""
+
+
+def find_ssm_folder(name: str | os.PathLike[str]) -> Path | None:
+    """The folder of a shipped SSM, or `name` itself if it is such a folder; None for anything else."""
+    candidates = [Path(name)] if os.sep in os.fspath(name) else [SHIPPED / name, Path(name)]
+    return next((path for path in candidates if (path / SSM_FILE).is_file()), None)
 
 
 class SsmFolder(NamedTuple):

@@ -36,8 +36,8 @@ _NOT_EXACT = {
 def exact_pair(children: str | None, verification: str | None) -> tuple[str, str]:
     """The pair to run; what is None is filled in.
 
-    Without both: top_k and naive. Of the exact pairs it gives the most tokens per second on the default model (measured,
-    docs/log.md): it may cut trees where a row is not worth its time, and the tokens are incremental decoding's own.
+    Without both: top_k and naive. Of the exact pairs it gives the most tokens per second on the default model (measured
+    in docs/log.md): it may cut trees where a row is not worth its time, and the tokens are incremental decoding's own.
 
     Raises:
       SpeculationError: unknown names, or a pair whose output would not be the LLM's; the message says why.
