@@ -1,10 +1,13 @@
-"""The paper's tables for any model: tokens per LLM pass by rule, with intervals (SpecInfer, section 6).
+"""The paper's tables 1, 2 and 3 and its figure 9 for any model and SSM (SpecInfer, section 6).
 
-python -m benchmarks.paper --table 3 --data FOLDER --limit 20 --max-tokens 64 --json table3.json
+python -m benchmarks.paper --table 1,2,3 --figure 9 --data FOLDER --limit 20 --out out/paper
 
-Table 3: naive sampling against multi-step speculative sampling, same tree shape, temperature 1. The paper compares
-naive sampling on top-k children with its Algorithm 2; here all four exact pairs of choosing and verifying children.
-Trees are always verified whole, so that the shape is the same everywhere.
+Table 1: how often the LLM's token is among the SSM's k likeliest. Table 2: tokens per step by the width of the tree's
+third level. Table 3: naive against multi-step speculative sampling; the paper compares naive sampling on top-k children
+with its Algorithm 2, here are all four exact pairs. Table "ssms": 1 to 4 SSMs with the same number of nodes together.
+Figure 9: how tokens per step are distributed over prompts, from table 2. Trees are always verified whole.
+
+Tables are Markdown on the screen; OUT takes them with their numbers as JSON, and the figures as PNG.
 """
 
 import argparse
@@ -12,147 +15,160 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks.machine import describe_machine
+from benchmarks.paper_plots import plot_cdf, plot_widths
+from benchmarks.paper_tables import (
+    PROMPT_SETS,
+    Cell,
+    Success,
+    rules_of_ssm_counts,
+    rules_of_table_2,
+    rules_of_table_3,
+    tokens_per_step,
+    top_k_success,
+    with_pool,
+)
 from benchmarks.peers import encode_prompts
-from specinfer_jax import LLM, Model, SamplingParams, Speculation
-from specinfer_jax.assemble import open_model
+from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import SpecInferError
-from specinfer_jax.metrics import RequestStats
 from specinfer_jax.prompts import read_prompts
-from specinfer_jax.speculation.rules import IID, MSS, MSS_RENORMALIZED, NAIVE, TOP_K, WITHOUT_REPLACEMENT
 
-PROMPT_SETS = {
-    "alpaca": "Alpaca", "cp_awesome": "CP (stand-in)", "webqa": "WebQA", "cip_proxy": "CIP (stand-in)", "piqa": "PIQA",
-}  # fmt: skip
-"""File name without .jsonl, and what it stands for."""
-PAIRS = {
-    "NS, top-k children": (TOP_K, NAIVE),
-    "NS, i.i.d. children": (IID, NAIVE),
-    "MSS, i.i.d. children": (IID, MSS),
-    "MSS, without replacement": (WITHOUT_REPLACEMENT, MSS_RENORMALIZED),
-}
-"""Rows of table 3: how children are chosen and verified."""
-_RESAMPLES = 10_000
+TABLES = ("1", "2", "3", "ssms")
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One rule on one prompt set."""
-
-    rule: str
-    """Row of the table."""
-    prompt_set: str
-    """Column of the table."""
-    prompts: int
-    """How many prompts."""
-    tokens: int
-    """New tokens of all of them."""
-    steps: int
-    """LLM passes of all of them."""
-    tokens_per_step: float
-    """tokens / steps, bonus tokens included."""
-    low: float
-    """Lower end of the 95 % interval (bootstrap over prompts)."""
-    high: float
-    """Upper end."""
-
-
-def cell(rule: str, prompt_set: str, stats: Sequence[RequestStats]) -> Cell:
-    """Pooled tokens per step and its interval."""
-    tokens, steps = (np.array([getattr(s, name) for s in stats]) for name in ("tokens", "steps"))
-    chosen = np.random.default_rng(0).integers(len(stats), size=(_RESAMPLES, len(stats)))
-    low, high = np.percentile(tokens[chosen].sum(axis=1) / steps[chosen].sum(axis=1), [2.5, 97.5])
-    total_tokens, total_steps = int(tokens.sum()), int(steps.sum())
-    return Cell(
-        rule, prompt_set, len(stats), total_tokens, total_steps, total_tokens / total_steps, float(low), float(high)
-    )
-
-
-def table_3(
-    model: Model, ssm: Model, prompt_sets: dict[str, list[list[int]]], *, tree: str, temperature: float,
-    max_tokens: int, max_num_seqs: int, max_model_len: int,
-) -> list[Cell]:  # fmt: skip
-    """Every pair on every prompt set; prompt i of a set has seed i."""
-    cells = []
-    for rule, (children, verification) in PAIRS.items():
-        speculation = Speculation(
-            ssms=[ssm], tree=tree, ngram=False, adaptive=False, children=children, verification=verification
-        )
-        llm = LLM(model, speculation=speculation, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-        for name, prompts in prompt_sets.items():
-            params = [
-                SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(len(prompts))
-            ]
-            stats = [output.stats for output in llm.generate(prompts, params)]
-            cells.append(cell(rule, name, [s for s in stats if s is not None]))
-            print(_line(cells[-1]), flush=True)
-    return cells
-
-
-def _line(cell: Cell) -> str:
-    name = PROMPT_SETS.get(cell.prompt_set, cell.prompt_set)
-    return f"{name:16} {cell.rule:26} {cell.tokens_per_step:.2f}  [{cell.low:.2f}, {cell.high:.2f}]  {cell.steps} steps"
-
-
-def print_table(cells: Sequence[Cell]) -> None:
-    """Rules down, prompt sets across."""
+def table_of_cells(cells: Sequence[Cell]) -> str:
+    """Markdown: rules down, prompt sets across, 95 % intervals."""
     sets = list(dict.fromkeys(c.prompt_set for c in cells))
-    print(f"{'tokens per step':26} " + " ".join(f"{PROMPT_SETS.get(name, name):>20}" for name in sets))
+    lines = ["| tokens per step | " + " | ".join(_title(name) for name in sets) + " |", "|---" * (len(sets) + 1) + "|"]
     for rule in dict.fromkeys(c.rule for c in cells):
-        found = {c.prompt_set: f"{c.tokens_per_step:.2f} [{c.low:.2f}, {c.high:.2f}]" for c in cells if c.rule == rule}
-        print(f"{rule:26} " + " ".join(f"{found[name]:>20}" for name in sets))
+        found = {c.prompt_set: f"{c.value:.2f} [{c.low:.2f}, {c.high:.2f}]" for c in cells if c.rule == rule}
+        lines.append(f"| {rule} | " + " | ".join(found[name] for name in sets) + " |")
+    return "\n".join(lines)
+
+
+def table_of_success(found: Sequence[Success]) -> str:
+    """Markdown: prompt sets down, k across, in percent."""
+    ks = range(1, len(found[0].top_k) + 1)
+    lines = ["| success of the top k, % | tokens | " + " | ".join(f"k = {k}" for k in ks) + " |"]
+    lines.append("|---" * (len(ks) + 2) + "|")
+    for entry in found:
+        shares = " | ".join(f"{100 * share:.0f}" for share in entry.top_k)
+        lines.append(f"| {entry.decoding} {_title(entry.prompt_set)} | {entry.tokens:,} | {shares} |")
+    return "\n".join(lines)
+
+
+def _title(prompt_set: str) -> str:
+    return PROMPT_SETS.get(prompt_set, prompt_set)
+
+
+def _line(entry: Cell | Success) -> None:
+    """Progress on the screen."""
+    if isinstance(entry, Success):
+        shares = " ".join(f"{100 * share:.1f}" for share in entry.top_k)
+        print(f"{_title(entry.prompt_set):16} {entry.decoding:26} {shares} % of {entry.tokens}", flush=True)
+    else:
+        print(
+            f"{_title(entry.prompt_set):16} {entry.rule:26} {entry.value:.2f}  [{entry.low:.2f}, {entry.high:.2f}]  "
+            f"{sum(entry.steps)} steps",
+            flush=True,
+        )
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
+
+    def names(text: str) -> list[str]:
+        return [part.strip() for part in text.split(",")]
+
     parser = argparse.ArgumentParser(prog="python -m benchmarks.paper", description="The paper's tables.")
-    parser.add_argument("--table", type=int, choices=[3], required=True, help="number in the paper")
+    parser.add_argument("--table", type=names, default=[], help=f"of {', '.join(TABLES)}: 1,2,3")
+    parser.add_argument("--figure", type=int, choices=[9], help="number in the paper; needs table 2")
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {', '.join(PROMPT_SETS)} as .jsonl")
+    parser.add_argument("--sets", type=names, default=list(PROMPT_SETS), help="only these prompt sets")
     parser.add_argument("--limit", type=int, default=20, help="prompts of each set, from its start")
     parser.add_argument("--max-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--tree", default="1,1,3,1,1", help="children per node and level")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of what is stochastic")
+    parser.add_argument("--tree", default="1,1,3,1,1", help="of table 3: children per node and level")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the LLM: name, folder or .gguf file")
-    parser.add_argument("--ssm", help="the SSM likewise; without it the LLM's own first layers")
-    parser.add_argument("--ssm-layers", type=int, default=27, help="how many of them")
+    parser.add_argument("--ssm", action="append", default=[], help="an SSM likewise, again for several")
+    parser.add_argument("--ssm-layers", type=int, default=27, help="without --ssm: the LLM's own first layers")
     parser.add_argument("--max-num-seqs", type=int, default=4, help="prompts side by side")
     parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--json", type=Path, help="write the cells here")
-    return parser.parse_args(arguments)
+    parser.add_argument("--out", type=Path, help="folder for the numbers and the figures")
+    options = parser.parse_args(arguments)
+    tables = [*options.table, *(["2"] if options.figure and "2" not in options.table else [])]
+    if not tables or set(tables) - set(TABLES):
+        parser.error(f"--table takes some of {', '.join(TABLES)}, got {', '.join(options.table) or 'none'}")
+    if options.figure and options.out is None:
+        parser.error("--figure needs --out, a folder to draw into")
+    options.table = tables
+    return options
+
+
+def open_ssms(options: argparse.Namespace, model: Model) -> list[Model]:
+    """The SSMs asked for."""
+    if not options.ssm:
+        return [model.first_layers(options.ssm_layers)]
+    return [open_model(name, dtype=jnp.dtype(jnp.float32)) for name in options.ssm]
+
+
+def measure(options: argparse.Namespace, model: Model, ssms: Sequence[Model]) -> dict[str, Any]:
+    """All tables asked for, printed as they come; their entries by table."""
+    prompt_sets = {
+        name: encode_prompts(
+            model.tokenizer,
+            [entry.prompt for entry in read_prompts(options.data / f"{name}.jsonl", limit=options.limit)],
+        )
+        for name in options.sets
+    }
+    sizes = {name: getattr(options, name) for name in ("max_tokens", "max_num_seqs", "max_model_len")}
+    rules = {
+        "2": rules_of_table_2(options.temperature),
+        "3": rules_of_table_3(options.tree, options.temperature),
+        "ssms": rules_of_ssm_counts(len(ssms), options.temperature),
+    }
+    found: dict[str, Any] = {}
+    for table in options.table:
+        if table == "1":
+            found[table] = top_k_success(
+                model, ssms[0], prompt_sets, temperature=options.temperature, report=_line, **sizes
+            )
+            print("\n" + table_of_success(found[table]) + "\n", flush=True)
+        else:
+            own = ssms if table == "ssms" else ssms[:1]
+            cells = tokens_per_step(model, own, rules[table], prompt_sets, report=_line, **sizes)
+            found[table] = with_pool(cells)
+            print("\n" + table_of_cells(found[table]) + "\n", flush=True)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Measure, print, write, draw."""
     options = parse_arguments(arguments)
     try:
         model = open_model(options.model, dtype=jnp.dtype(jnp.float32))
-        ssm = model.first_layers(options.ssm_layers) if options.ssm is None else options.ssm
-        prompt_sets = {
-            name: encode_prompts(
-                model.tokenizer,
-                [entry.prompt for entry in read_prompts(options.data / f"{name}.jsonl", limit=options.limit)],
-            )
-            for name in PROMPT_SETS
-        }
-        cells = table_3(
-            model, ssm, prompt_sets, tree=options.tree, temperature=options.temperature,
-            max_tokens=options.max_tokens, max_num_seqs=options.max_num_seqs, max_model_len=options.max_model_len,
-        )  # fmt: skip
+        ssms = open_ssms(options, model)
+        found = measure(options, model, ssms)
     except SpecInferError as error:
         raise SystemExit(f"error: {error}") from None
-    print_table(cells)
-    if options.json is not None:
-        report = {
-            "table": options.table, "model": model.location, "ssm": getattr(ssm, "location", ssm),
-            "tree": options.tree, "temperature": options.temperature, "max_tokens": options.max_tokens,
-            "machine": describe_machine(), "cells": [dataclasses.asdict(c) for c in cells],
-        }  # fmt: skip
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.out is None:
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    report = {
+        "model": model.location, "ssms": [ssm.location for ssm in ssms], "machine": describe_machine(),
+        **{name: getattr(options, name) for name in ("limit", "max_tokens", "temperature", "tree")},
+        "tables": {table: [dataclasses.asdict(entry) for entry in entries] for table, entries in found.items()},
+    }  # fmt: skip
+    (options.out / "paper.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if "2" in found:
+        plot_widths(found["2"], options.out / "table2.png")
+    if options.figure:
+        plot_cdf(found["2"], options.out / "figure9.png")
 
 
 if __name__ == "__main__":

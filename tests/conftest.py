@@ -13,7 +13,7 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS} --xla_llv
 
 from jaxtyping import install_import_hook  # noqa: E402
 
-install_import_hook(["specinfer_jax", "pallas_kernels"], "beartype.beartype")
+install_import_hook(["specinfer_jax", "pallas_kernels", "train"], "beartype.beartype")
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

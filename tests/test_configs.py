@@ -9,11 +9,12 @@ from specinfer_jax.errors import ConfigError
 from specinfer_jax.tree.expand import parse_expansion
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-FILES = sorted(CONFIGS.rglob("*.toml"))
+FILES = sorted(file for kind in ("models", "trees", "meshes") for file in (CONFIGS / kind).glob("*.toml"))
 
 
-def test_there_are_models_trees_and_meshes() -> None:
-    assert {file.parent.name for file in FILES} == {"models", "trees", "meshes"}
+def test_every_file_is_of_a_known_kind() -> None:
+    training = set((CONFIGS / "train").glob("*.toml"))  # tests/test_train_settings.py
+    assert training and set(CONFIGS.rglob("*")) == {*FILES, *training, *(file.parent for file in (*FILES, *training))}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: f"{file.parent.name}/{file.name}")

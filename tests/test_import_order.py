@@ -20,8 +20,11 @@ TIERS = (
     ("speculation", "parallel.offload"),
     ("checkpoint", "tokenizer", "chat_template", "detokenizer", "parallel.multihost"),
     ("serving.engine", "serving.request"),
-    ("llm", "assemble", "completion", "vocabulary", "compile_cache", "bench", "visualize", "trace"),
-    ("serving.openai_api", "cli"),
+    (
+        "llm", "assemble", "completion", "vocabulary", "compile_cache", "bench", "visualize", "trace",
+        "serving.async_protocol",
+    ),
+    ("serving.openai_api", "serving.openai", "cli"),
     ("train", "benchmarks"),
 )  # fmt: skip
 FREE_OF_JAX = ("config", "errors", "metrics", "outputs", "prompts", "serving.request_manager", "cli")

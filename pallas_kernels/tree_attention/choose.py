@@ -54,7 +54,7 @@ def load(name: str) -> Callable[..., Any]:
     return functools.partial(implementation, compute_capability=compute_capability(default_device()))
 
 
-def default_device() -> jax.Device:
+def default_device() -> Any:
     """Return the device on which JAX computes unless told otherwise."""
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue] (set when jax is imported)
     return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]

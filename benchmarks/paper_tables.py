@@ -1,0 +1,177 @@
+"""The measurements behind benchmarks.paper: success of the SSM's top k, and tokens per LLM pass by tree and rule."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specinfer_jax import LLM, Model, SamplingParams, Speculation
+from specinfer_jax.metrics import RequestStats
+from specinfer_jax.speculation.rules import IID, MSS, MSS_RENORMALIZED, NAIVE, TOP_K, WITHOUT_REPLACEMENT
+from train.answers import Answer
+from train.evaluate import evaluate
+from train.packing import BatchPlan
+
+PROMPT_SETS = {
+    "alpaca": "Alpaca", "cp_awesome": "CP (stand-in)", "webqa": "WebQA", "cip_proxy": "CIP (stand-in)", "piqa": "PIQA",
+}  # fmt: skip
+"""File name without .jsonl, and what it stands for."""
+WIDTHS = (1, 2, 3, 4, 5)
+SSM_TREES = {1: "3,1,1,1", 2: "2,1,1", 3: "1,1,1,1", 4: "1,1,1"}
+"""Each SSM's tree by the number of SSMs: 12 nodes together."""
+_RESAMPLES = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One row of a table: how trees are grown and verified."""
+
+    name: str
+    """As in the table."""
+    tree: str
+    """Children per node at each level, of every SSM."""
+    temperature: float
+    """Of all requests."""
+    children: str = WITHOUT_REPLACEMENT
+    """How children are chosen."""
+    verification: str = MSS_RENORMALIZED
+    """How they are verified."""
+    ssms: int | None = None
+    """How many of the SSMs take part; None: all."""
+
+
+def rules_of_table_2(temperature: float) -> list[Rule]:
+    """Widths 1 to 5 at the third level of the paper's tree, greedy and stochastic."""
+    return [
+        Rule(f"{name}, width {width}", f"1,1,{width},1,1,1,1,1", t)
+        for name, t in (("greedy", 0.0), ("stochastic", temperature))
+        for width in WIDTHS
+    ]
+
+
+def rules_of_table_3(tree: str, temperature: float) -> list[Rule]:
+    """Naive against multi-step speculative sampling: the four exact pairs."""
+    pairs = {
+        "NS, top-k children": (TOP_K, NAIVE),
+        "NS, i.i.d. children": (IID, NAIVE),
+        "MSS, i.i.d. children": (IID, MSS),
+        "MSS, without replacement": (WITHOUT_REPLACEMENT, MSS_RENORMALIZED),
+    }
+    return [Rule(name, tree, temperature, *pair) for name, pair in pairs.items()]
+
+
+def rules_of_ssm_counts(count: int, temperature: float) -> list[Rule]:
+    """1 to 4 SSMs with 12 nodes together, greedy and stochastic."""
+    return [
+        Rule(f"{name}, {m} SSM{'s' if m > 1 else ''}", SSM_TREES[m], t, ssms=m)
+        for name, t in (("greedy", 0.0), ("stochastic", temperature))
+        for m in range(1, min(count, len(SSM_TREES)) + 1)
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One rule on one prompt set."""
+
+    rule: str
+    """Row of the table."""
+    prompt_set: str
+    """Column of the table."""
+    value: float
+    """New tokens of all prompts over LLM passes of all prompts, bonus tokens included."""
+    low: float
+    """Lower end of the 95 % interval (bootstrap over prompts)."""
+    high: float
+    """Upper end."""
+    tokens: tuple[int, ...]
+    """New tokens of each prompt."""
+    steps: tuple[int, ...]
+    """LLM passes of each prompt."""
+
+
+def pooled(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, float, float]:
+    """(tokens over steps, lower and upper end of its 95 % interval)."""
+    tokens_N, steps_N = np.array(tokens), np.array(steps)
+    chosen = np.random.default_rng(0).integers(len(tokens_N), size=(_RESAMPLES, len(tokens_N)))
+    ratios = tokens_N[chosen].sum(axis=1) / steps_N[chosen].sum(axis=1)
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return float(tokens_N.sum() / steps_N.sum()), float(low), float(high)
+
+
+def cell(rule: str, prompt_set: str, stats: Sequence[RequestStats]) -> Cell:
+    """Tokens per step of one rule on one prompt set."""
+    tokens, steps = (tuple(getattr(s, name) for s in stats) for name in ("tokens", "steps"))
+    return Cell(rule, prompt_set, *pooled(tokens, steps), tokens, steps)
+
+
+def with_pool(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, and for every rule one over all prompt sets."""
+    result = list(cells)
+    for rule in dict.fromkeys(c.rule for c in cells):
+        own = [c for c in cells if c.rule == rule]
+        tokens, steps = (tuple(n for c in own for n in getattr(c, name)) for name in ("tokens", "steps"))
+        result.append(Cell(rule, "all", *pooled(tokens, steps), tokens, steps))
+    return result
+
+
+def tokens_per_step(
+    model: Model, ssms: Sequence[Any], rules: Sequence[Rule], prompt_sets: Mapping[str, list[list[int]]], *,
+    max_tokens: int, max_num_seqs: int, max_model_len: int, report: Callable[[Cell], None],
+) -> list[Cell]:  # fmt: skip
+    """Every rule on every prompt set, trees verified whole; prompt i of a set has seed i."""
+    cells = []
+    for rule in rules:
+        speculation = Speculation(
+            ssms=ssms[: rule.ssms], tree=rule.tree, ngram=False, adaptive=False, children=rule.children,
+            verification=rule.verification,
+        )  # fmt: skip
+        llm = LLM(model, speculation=speculation, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+        for name, prompts in prompt_sets.items():
+            params = [
+                SamplingParams(temperature=rule.temperature, seed=i, max_tokens=max_tokens) for i in range(len(prompts))
+            ]
+            stats = [output.stats for output in llm.generate(prompts, params)]
+            cells.append(cell(rule.name, name, [s for s in stats if s is not None]))
+            report(cells[-1])
+    return cells
+
+
+def _seeded(count: int, temperature: float, max_tokens: int) -> list[SamplingParams]:
+    """Prompt i of a set has seed i."""
+    return [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(count)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Success:
+    """How often the LLM's token is among the SSM's k likeliest (SpecInfer, table 1)."""
+
+    prompt_set: str
+    """Column of the table."""
+    decoding: str
+    """"greedy" or "stochastic"."""
+    tokens: int
+    """Tokens of the LLM looked at."""
+    top_k: tuple[float, ...]
+    """Shares for k = 1 to 5."""
+
+
+def top_k_success(
+    model: Model, ssm: Model, prompt_sets: Mapping[str, list[list[int]]], *,
+    temperature: float, max_tokens: int, max_num_seqs: int, max_model_len: int, report: Callable[[Success], None],
+) -> list[Success]:  # fmt: skip
+    """Let the LLM answer every prompt, then ask the SSM at every token of the answers."""
+    llm = LLM(model, max_num_seqs=max_num_seqs, max_model_len=max_model_len)  # its ids do not depend on speculation
+    found = []
+    for name, prompts in prompt_sets.items():
+        for decoding, t in (("greedy", 0.0), ("stochastic", temperature)):
+            outputs = llm.generate(prompts, _seeded(len(prompts), t, max_tokens))
+            answers = [
+                Answer(f"{name}-{i}", t, tuple(prompt), tuple(output.outputs[0].token_ids))
+                for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+            ]
+            plan = BatchPlan(answers, rows=4, tokens=max_model_len, seed=0)
+            quality = evaluate(ssm.params, ssm.config, plan)["all"]
+            found.append(Success(name, decoding, quality.targets, quality.top_k))
+            report(found[-1])
+    return found

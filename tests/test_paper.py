@@ -1,0 +1,97 @@
+"""The paper's tables: rules, pooling and intervals, Markdown, and a run on a model that drafts for itself."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+import tiny_model
+
+from benchmarks import paper, paper_tables
+from benchmarks.paper_plots import plot_cdf, plot_widths
+from benchmarks.paper_tables import Rule, Success, cell, pooled, rules_of_ssm_counts, rules_of_table_2, with_pool
+from specinfer_jax.assemble import Model, open_model
+from specinfer_jax.metrics import RequestStats
+from specinfer_jax.speculation.rules import exact_pair
+from specinfer_jax.tree.expand import parse_expansion
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    folder = tiny_model.write_folder(tmp_path_factory.mktemp("model"))
+    return open_model(folder, dtype=jnp.dtype(jnp.float32))
+
+
+def stats(tokens: int, steps: int) -> RequestStats:
+    return RequestStats(tokens, steps, {1: steps}, [], [], {}, {}, 0.0, 1.0)
+
+
+def test_rules_are_the_papers() -> None:
+    widths = rules_of_table_2(1.0)
+    assert [rule.tree for rule in widths[:5]] == [f"1,1,{k},1,1,1,1,1" for k in (1, 2, 3, 4, 5)]
+    assert {rule.temperature for rule in widths[:5]} == {0.0}
+    assert {rule.temperature for rule in widths[5:]} == {1.0}
+    for rule in paper_tables.rules_of_table_3("1,3", 1.0):
+        assert exact_pair(rule.children, rule.verification) == (rule.children, rule.verification)
+    counts = rules_of_ssm_counts(3, 1.0)
+    assert [rule.ssms for rule in counts] == [1, 2, 3, 1, 2, 3]
+    assert {parse_expansion(rule.tree).num_nodes * (rule.ssms or 0) for rule in counts} == {12}
+
+
+def test_a_pool_weighs_by_steps() -> None:
+    cells = [cell("r", "a", [stats(30, 10), stats(10, 10)]), cell("r", "b", [stats(8, 2)])]
+    assert [c.value for c in cells] == [2.0, 4.0]
+    assert (cells[0].low, cells[0].high) == (1.0, 3.0)  # both prompts twice the one or the other
+    assert cells[1].low == cells[1].high == 4.0
+    *_, pool = with_pool(cells)
+    assert (pool.prompt_set, pool.value, pool.tokens) == ("all", 48 / 22, (30, 10, 8))
+    assert pooled([5], [2]) == (2.5, 2.5, 2.5)
+
+
+def test_tables_are_markdown() -> None:
+    text = paper.table_of_cells([cell("r", "alpaca", [stats(30, 10)]), cell("r", "all", [stats(30, 10)])])
+    assert text.splitlines() == [
+        "| tokens per step | Alpaca | all |",
+        "|---|---|---|",
+        "| r | 3.00 [3.00, 3.00] | 3.00 [3.00, 3.00] |",
+    ]
+    text = paper.table_of_success([Success("cip_proxy", "greedy", 1234, (0.5, 0.625))])
+    assert text.splitlines()[2] == "| greedy CIP (stand-in) | 1,234 | 50 | 62 |"
+
+
+def test_a_model_foresees_itself(model: Model) -> None:
+    prompts = {"alpaca": [[3, 4, 5], [6, 7]]}
+    sizes = {"max_tokens": 9, "max_num_seqs": 2, "max_model_len": 32}
+    lines: list[object] = []
+    found = paper_tables.top_k_success(model, model, prompts, temperature=1.0, report=lines.append, **sizes)
+    assert [entry.decoding for entry in found] == ["greedy", "stochastic"]
+    assert found[0].top_k == (1.0,) * 5
+    assert found[1].top_k[0] < 1
+    assert found == lines
+    [own] = paper_tables.tokens_per_step(
+        model, [model], [Rule("greedy", "1,1", 0.0)], prompts, report=lines.append, **sizes
+    )  # fmt: skip
+    assert (own.tokens, own.steps) == ((9, 9), (3, 3))  # two nodes and the bonus token in every step
+
+
+def test_figures_are_drawn(tmp_path: Path) -> None:
+    cells = with_pool(
+        [cell(rule.name, name, [stats(20 + i, 10), stats(31, 10)])
+         for i, rule in enumerate(rules_of_table_2(1.0)) for name in ("alpaca", "piqa")]
+    )  # fmt: skip
+    for draw, name in ((plot_cdf, "cdf.png"), (plot_widths, "widths.png")):
+        draw(cells, tmp_path / name)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--table", "4"], "--table takes some of 1, 2, 3, ssms, got 4"),
+        ([], "got none"),
+        (["--figure", "9"], "needs --out"),
+    ],
+)
+def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        paper.main([*arguments, "--data", "folder"])
+    assert message in capsys.readouterr().err

@@ -1,0 +1,76 @@
+"""Boost-tuning: what is marked, what the next SSM is trained on, resuming, offline against served success."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_model import CONFIG, write_folder
+from train_run_cases import make_answers, make_settings
+
+from train.answers import Answer, split_answers
+from train.boost import REPORT_FILE, boost, match_samples, next_weights
+from train.settings import BoostSettings, TrainSettings
+
+
+@pytest.mark.parametrize(
+    ("match", "right"),
+    [
+        (1, [1, 1, 0, 1, 1, 1, 0, 1]),
+        (2, [1, 0, 0, 1, 1, 0, 0, 1]),
+        (3, [0, 0, 0, 1, 0, 0, 0, 1]),
+        ("continuation", [0] * 8),
+    ],
+)
+def test_places_that_match(match: str | int, right: list[int]) -> None:
+    hit_T = np.array([1, 1, 0, 1, 1, 1, 0, 1], bool)
+    assert match_samples(hit_T, match).astype(int).tolist() == right
+    assert match_samples(np.ones(3, bool), match).all()
+    assert not match_samples(np.zeros(3, bool), match).any()
+
+
+def test_what_the_next_round_weighs() -> None:
+    marked = {"a": np.array([True, False])}
+    assert next_weights(marked, BoostSettings(weighting="drop"))["a"].tolist() == [0, 1]
+    assert next_weights(marked, BoostSettings(weighting="soft", soft_weight=0.5))["a"].tolist() == [0.5, 1]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
+    folder = tmp_path_factory.mktemp("boost")
+    llm = write_folder(folder / "llm")
+    answers = folder / "answers.jsonl"
+    answers.write_text("\n".join(a.as_line() for a in make_answers(60, vocab=CONFIG["vocab_size"])) + "\n")
+    made = make_settings(steps=30, llm=str(llm), answers=(str(answers),))
+    return dataclasses.replace(made, boost=BoostSettings(rounds=2, match=1, weighting="drop", tree="1,1"))
+
+
+def test_two_rounds_and_a_third_later(settings: TrainSettings, tmp_path: Path) -> None:
+    rounds = boost(settings, tmp_path, quiet=True, prompts=4)
+    assert [r.ssm for r in rounds] == [1, 2]
+    first, second = rounds
+    assert 0 < first.marked <= second.marked <= 1
+    assert first.weight_left == pytest.approx(1 - first.marked, abs=1e-6)
+    assert first.set_top_1 == first.own_top_1 <= second.set_top_1
+    report = json.loads((tmp_path / REPORT_FILE).read_text())
+    assert report["rounds"] == [dataclasses.asdict(r) for r in rounds]
+    # Case B072: what the engine accepts is what was counted offline, on the engine's own continuations.
+    assert first.tokens_per_step is not None and first.tokens_per_step >= 1
+    assert first.served_top_1 == pytest.approx(first.offline_top_1, abs=0.01)
+
+    # The same command with one round more only trains the third.
+    before = (tmp_path / "ssm-2" / "metrics.jsonl").read_bytes()
+    more = dataclasses.replace(settings, boost=dataclasses.replace(settings.boost, rounds=3))
+    again = boost(more, tmp_path, quiet=True, prompts=0)
+    assert [(r.marked, r.set_top_1) for r in again[:2]] == [(r.marked, r.set_top_1) for r in rounds]
+    assert len(again) == 3
+    assert (tmp_path / "ssm-2" / "metrics.jsonl").read_bytes() == before
+
+
+def test_held_out_answers_are_never_trained_on(settings: TrainSettings) -> None:
+    answers = make_answers(60, vocab=CONFIG["vocab_size"])
+    fit, held = split_answers(answers, held_out=settings.data.held_out)
+    assert fit and held
+    assert not {a.id for a in fit} & {a.id for a in held}
+    assert all(isinstance(a, Answer) for a in held)
