@@ -35,7 +35,7 @@ Messages = Sequence[Mapping[str, Any]]
 """A chat: {"role": ..., "content": ...} dicts."""
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """One of the n continuations of a prompt."""
 
     request: EngineRequest
@@ -133,9 +133,9 @@ class LLM:
         encoded = self._encode_chat(prompt) if is_chat else self._encode(prompt)
         if isinstance(encoded, PromptError):
             raise encoded
-        return self._stream(self._jobs(encoded[1], *_per_prompt(params, 1)))
+        return self._stream(self.jobs(encoded[1], *_per_prompt(params, 1)))
 
-    def _stream(self, jobs: Sequence[_Job]) -> Iterator[StreamOutput]:
+    def _stream(self, jobs: Sequence[Job]) -> Iterator[StreamOutput]:
         for progress in self.engine.run([job.request for job in jobs], stream=True):
             yield jobs[progress.index].completion.add(progress)
 
@@ -146,7 +146,7 @@ class LLM:
         if errors and len(errors) == len(encoded):
             raise errors[0]
         jobs_of = [
-            [] if isinstance(entry, PromptError) else self._jobs(entry[1], own)
+            [] if isinstance(entry, PromptError) else self.jobs(entry[1], own)
             for entry, own in zip(encoded, params, strict=True)
         ]
         jobs = [job for group in jobs_of for job in group]
@@ -157,8 +157,23 @@ class LLM:
             for i, (entry, group) in enumerate(zip(encoded, jobs_of, strict=True))
         ]
 
-    def _jobs(self, ids: list[int], params: SamplingParams) -> list[_Job]:
-        """The n continuations of a prompt."""
+    def check_prompt(self, ids: Sequence[Any]) -> list[int]:
+        """The ids of a prompt as the engine takes them.
+
+        Raises:
+          PromptError: empty, too long, or ids outside the vocabulary.
+        """
+        checked = self._checked(None, list(ids))
+        if isinstance(checked, PromptError):
+            raise checked
+        return checked[1]
+
+    def jobs(self, ids: list[int], params: SamplingParams) -> list[Job]:
+        """The n continuations of a checked prompt, each a request and what becomes of it.
+
+        Raises:
+          SamplingError: parameters do not fit the model.
+        """
         vocab_size = self.model.config.vocab_size
         check_token_ids(params, vocab_size=vocab_size)
         banned = bad_sequences(params, self.tokenizer, vocab_size=vocab_size)
@@ -173,7 +188,7 @@ class LLM:
             completion = Completion(self.tokenizer, own, prompt_ids=ids, end_ids=end_ids, index=sample)
             watch = completion.watch if params.stop else None
             request = EngineRequest(ids, max_tokens, end_ids, own, seed, sample, banned, watch)
-            jobs.append(_Job(request, completion))
+            jobs.append(Job(request, completion))
         return jobs
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]] | PromptError:
@@ -228,7 +243,7 @@ def _per_prompt(params: Any, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-def _finished(index: int, text: str | None, prompt_ids: list[int], jobs: Sequence[_Job]) -> RequestOutput:
+def _finished(index: int, text: str | None, prompt_ids: list[int], jobs: Sequence[Job]) -> RequestOutput:
     done = [job.completion for job in jobs]
     stats = [completion.stats for completion in done if completion.stats is not None]
     return RequestOutput(

@@ -19,12 +19,12 @@ TIERS = (
     ("models",),
     ("speculation", "parallel.offload"),
     ("checkpoint", "tokenizer", "chat_template", "detokenizer", "parallel.multihost"),
-    ("serving.engine", "serving.request"),
+    ("serving.engine", "serving.request", "serving.inbox"),
     (
         "llm", "assemble", "completion", "vocabulary", "compile_cache", "bench", "visualize", "trace",
         "serving.async_protocol",
     ),
-    ("serving.openai_api", "serving.openai", "cli"),
+    ("serving.openai_api", "serving.openai", "async_llm", "cli"),
     ("train", "benchmarks"),
 )  # fmt: skip
 FREE_OF_JAX = ("config", "errors", "metrics", "outputs", "prompts", "serving.request_manager", "cli")

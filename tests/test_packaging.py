@@ -16,7 +16,7 @@ import specinfer_jax
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 VERSION = specinfer_jax.__version__
 # Optional parts of the package may need an extra; everything else gets by with the core.
-EXTRA_OF = {"specinfer_jax.serving.openai_api": "server"}
+EXTRA_OF = {"specinfer_jax.serving.openai_api": "server", "specinfer_jax.serving.openai": "server"}
 
 
 def distribution_name(requirement: str) -> str:
@@ -38,7 +38,8 @@ def test_dependencies_cover_all_imports() -> None:
     providers = importlib.metadata.packages_distributions()
     for module in modules():
         if module.partition(".")[0] in PACKAGES:
-            allowed = declared(EXTRA_OF.get(module))
+            extra = next((e for prefix, e in EXTRA_OF.items() if f"{module}.".startswith(f"{prefix}.")), None)
+            allowed = declared(extra)
             for name in third_party(module):
                 found = {distribution_name(p) for p in providers.get(name, [])}
                 assert found & allowed, f"{module} imports {name}, which no dependency in pyproject.toml provides"

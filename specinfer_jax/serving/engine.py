@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from specinfer_jax.errors import SamplingError
 from specinfer_jax.metrics import RequestStats
 from specinfer_jax.outputs import TokenLogprobs
+from specinfer_jax.serving.inbox import AllAtOnce, Inbox
 from specinfer_jax.serving.request import EngineRequest, Progress, admission, check_request, token_logprobs
 from specinfer_jax.speculation.decode import burst
 from specinfer_jax.speculation.gate import StepCosts
@@ -135,11 +136,28 @@ class Engine:
           RuntimeError: another call is running.
         """
         for request in requests:
-            self._check(request)
+            self.check(request)
+        yield from self._locked(AllAtOnce(requests), 1 if stream else _UNTIL_FINISHED)
+
+    def serve(self, inbox: Inbox) -> Iterator[Progress]:
+        """Continue requests as they come, one step at a time, until the inbox says that there will be no more.
+
+        A fault while a request is admitted fails that request, a fault in a step fails those in the slots; both give a
+        last progress with finish reason "error", and the engine goes on with fresh caches.
+
+        Args:
+          inbox: asked before every step; its requests must have passed `check`.
+
+        Raises:
+          RuntimeError: another call is running.
+        """
+        yield from self._locked(inbox, 1)
+
+    def _locked(self, inbox: Inbox, steps: int) -> Iterator[Progress]:
         if not self._lock.acquire(blocking=False):
             raise RuntimeError("the engine is already running; finish or close the other call first")
         try:
-            yield from self._run(requests, 1 if stream else _UNTIL_FINISHED)
+            yield from self._run(inbox, steps)
         except GeneratorExit:  # the caller lost interest: nothing is running, the slots are free again
             for slot in range(self.num_slots):
                 self._state = self._release(self._state, jnp.int32(slot))
@@ -150,7 +168,12 @@ class Engine:
         finally:
             self._lock.release()
 
-    def _check(self, request: EngineRequest) -> None:
+    def check(self, request: EngineRequest) -> None:
+        """Refuse what cannot be served.
+
+        Raises:
+          SamplingError: the message says what does not fit.
+        """
         check_request(request)
         if self.program.verification == GREEDY and not request.sampling.is_greedy:
             raise SamplingError(
@@ -158,19 +181,64 @@ class Engine:
                 'verification="greedy"; use temperature=0 or another verification'
             )
 
-    def _run(self, requests: Sequence[EngineRequest], steps: int) -> Iterator[Progress]:
-        waiting = deque(enumerate(requests))
+    def _run(self, inbox: Inbox, steps: int) -> Iterator[Progress]:
+        waiting: deque[tuple[int, EngineRequest]] = deque()
         slots: dict[int, _Slot] = {}
-        while waiting or slots:
+        while True:
+            news = inbox.take(free_slots=self.num_slots - len(slots) - len(waiting), is_idle=not (slots or waiting))
+            if news is None and not (slots or waiting):
+                return
+            if news is not None:
+                waiting.extend(news.requests)
+                self._give_up(news.cancelled, slots, waiting)
             for slot in range(self.num_slots):
                 if slot not in slots and waiting:
-                    index, request = waiting.popleft()
-                    began = time.perf_counter()
-                    of_prompt = self._start(slot, request)
-                    now = time.perf_counter()
-                    slots[slot] = _Slot(index, request, of_prompt, now - began, now)
-            self._run_burst(1 if any(slot.is_watched for slot in slots.values()) else steps)
-            yield from self._collect(slots)
+                    yield from self._enter(slot, *waiting.popleft(), slots, inbox)
+            if not slots:
+                continue
+            try:
+                self._run_burst(1 if any(slot.is_watched for slot in slots.values()) else steps)
+                progress = self._collect(slots)
+            except Exception as error:
+                if not inbox.survives_faults:
+                    raise
+                progress = self._failed(slots, error)
+            # All is settled before anything is handed out, so that a caller who stops early leaves no half state.
+            yield from progress
+
+    def _give_up(
+        self, cancelled: frozenset[int], slots: dict[int, _Slot], waiting: deque[tuple[int, EngineRequest]]
+    ) -> None:
+        """Forget requests that nobody wants any more."""
+        for entry in [entry for entry in waiting if entry[0] in cancelled]:
+            waiting.remove(entry)
+        for b in [b for b, slot in slots.items() if slot.index in cancelled]:
+            self._state = self._release(self._state, jnp.int32(b))
+            del slots[b]
+
+    def _enter(
+        self, slot: int, index: int, request: EngineRequest, slots: dict[int, _Slot], inbox: Inbox
+    ) -> Iterator[Progress]:
+        """Admit and prefill; a fault fails this request, and those in the slots whose caches are gone with it."""
+        began = time.perf_counter()
+        try:
+            of_prompt = self._start(slot, request)
+        except Exception as error:
+            if not inbox.survives_faults:
+                raise
+            slots[slot] = _Slot(index, request, None, 0.0, began)
+            yield from self._failed(slots, error)
+            return
+        now = time.perf_counter()
+        slots[slot] = _Slot(index, request, of_prompt, now - began, now)
+
+    def _failed(self, slots: dict[int, _Slot], error: Exception) -> list[Progress]:
+        """The end of everything in the slots after a fault; the caches are made anew."""
+        self._device_state = None
+        reason = f"the step failed: {type(error).__name__}: {error}"
+        failed = [Progress(slot.index, [], "error", None, error=reason) for slot in slots.values()]
+        slots.clear()
+        return failed
 
     def _start(self, slot: int, request: EngineRequest) -> TokenLogprobs | None:
         """Admit a request and prefill its prompt; the prompt's log-probabilities if they are asked for."""
@@ -193,7 +261,7 @@ class Engine:
         self._state = self._burst(self.params, self._state, self._costs, jnp.int32(steps))
         jax.block_until_ready(self._state.committed_B)
 
-    def _collect(self, slots: dict[int, _Slot]) -> Iterator[Progress]:
+    def _collect(self, slots: dict[int, _Slot]) -> list[Progress]:
         """Progress of every slot; finished ones leave."""
         now = time.perf_counter()
         state = self._state
@@ -208,8 +276,7 @@ class Engine:
         for b, part in zip(list(slots), progress, strict=True):
             if part.finish_reason is not None:
                 del slots[b]
-        # All is settled before anything is handed out, so that a caller who stops early leaves no half state.
-        yield from progress
+        return progress
 
     def _advance(
         self, b: int, slot: _Slot, ids: np.ndarray, finish: int, stats: StepStats, last: LastStep | None, now: float

@@ -1,0 +1,175 @@
+"""AsyncLLM: requests side by side equal requests alone; priorities, cancels, time-outs, faults, the end."""
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+import tiny_model
+
+from specinfer_jax import LLM, SamplingParams, Speculation
+from specinfer_jax.assemble import open_model
+from specinfer_jax.async_llm import AsyncLLM
+from specinfer_jax.errors import ConfigError, PromptError, SamplingError
+from specinfer_jax.serving.async_protocol import (
+    AsyncEngine,
+    EngineDeadError,
+    QueueFullError,
+    RequestCancelledError,
+    RequestSpeculation,
+    RequestTimeoutError,
+)
+
+PROMPTS = [[5, 9, 17], [30], [8, 8, 8, 8, 40, 41], [60, 12]]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    model = open_model(tiny_model.write_folder(tmp_path_factory.mktemp("model")), dtype=jnp.dtype(jnp.float32))
+    made = AsyncLLM(model, max_model_len=96, max_num_seqs=2, max_queue=6)
+    yield made
+    asyncio.run(made.drain(10))
+    assert not made.is_ready()
+
+
+def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    async def limited() -> Any:
+        return await asyncio.wait_for(coroutine, 60)
+
+    return asyncio.run(limited())
+
+
+async def collect(llm: AsyncLLM, prompt: list[int], params: SamplingParams, **options: Any) -> dict[int, list[int]]:
+    ids: dict[int, list[int]] = {}
+    async for piece in llm.generate(list(prompt), params, request_id=str(prompt), **options):
+        ids.setdefault(piece.index, []).extend(piece.token_ids)
+    return ids
+
+
+def test_it_is_what_the_server_asks_for(llm: AsyncLLM) -> None:
+    assert isinstance(llm, AsyncEngine)
+    assert llm.is_ready()
+    assert llm.encode_chat([{"role": "user", "content": "hi"}]) == llm.tokenizer.encode_chat(
+        [{"role": "user", "content": "hi"}]
+    )
+
+
+def test_side_by_side_equals_alone(llm: AsyncLLM) -> None:
+    alone = LLM(llm._llm.model, speculation=Speculation.off(), max_model_len=96)
+    settings = [
+        SamplingParams(temperature=0, max_tokens=20),
+        SamplingParams(temperature=1, seed=3, max_tokens=25, n=2),
+        SamplingParams(temperature=0.7, seed=4, max_tokens=9),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+    ]
+
+    async def all_at_once() -> list[dict[int, list[int]]]:
+        return await asyncio.gather(*(collect(llm, p, s) for p, s in zip(PROMPTS, settings, strict=True)))
+
+    for found, prompt, params in zip(run(all_at_once()), PROMPTS, settings, strict=True):
+        expected = alone.generate([prompt], params)[0].outputs
+        assert found == {output.index: output.token_ids for output in expected}
+    snapshot = llm.snapshot()
+    assert (snapshot.queued, snapshot.running, snapshot.slots) == (0, 0, 2)
+    assert snapshot.generated_tokens >= 20 + 9
+    assert sum(snapshot.step_seconds.counts) == snapshot.steps > 0
+
+
+def test_a_closed_stream_frees_its_slot(llm: AsyncLLM) -> None:
+    async def first_piece() -> None:
+        stream = llm.generate([7, 7], SamplingParams(temperature=0, max_tokens=90, ignore_eos=True), request_id="a")
+        await anext(stream)
+        assert llm.snapshot().running == 1
+        await stream.aclose()
+        assert llm.snapshot().running == 0
+        assert await collect(llm, [30], SamplingParams(temperature=0, max_tokens=3))
+
+    before = llm.snapshot().cancelled
+    run(first_piece())
+    assert llm.snapshot().cancelled == before + 1
+
+
+def test_refusals(llm: AsyncLLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with pytest.raises(PromptError, match="empty"):
+        run(collect(llm, [], params))
+    with pytest.raises(PromptError, match="at most 95"):
+        run(collect(llm, [5] * 96, params))
+    with pytest.raises(SamplingError, match="99999"):
+        run(collect(llm, [5], SamplingParams(logit_bias={99_999: 1.0})))
+    with pytest.raises(QueueFullError, match="0 of 6"):
+        run(collect(llm, [5], SamplingParams(n=7, seed=0)))
+    with pytest.raises(ConfigError, match="same way for all"):
+        run(collect(llm, [5], params, speculation=RequestSpeculation(enabled=False)))
+    with pytest.raises(RequestTimeoutError, match="took more than 0"):
+        run(collect(llm, [5], params, timeout=0.0))
+    assert llm.snapshot().running == 0
+
+
+def test_lower_priorities_go_first(llm: AsyncLLM) -> None:
+    async def finish_order() -> list[str]:
+        order: list[str] = []
+
+        async def one(name: str, priority: int) -> None:
+            await collect(llm, [9, 9], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), priority=priority)
+            order.append(name)
+
+        busy = [asyncio.create_task(one("busy", 0)) for _ in range(2)]  # both slots
+        while llm.snapshot().running < 2 or llm.snapshot().queued:
+            await asyncio.sleep(0.001)
+        late = [asyncio.create_task(one("late", 5)) for _ in range(2)]
+        await asyncio.sleep(0)
+        early = [asyncio.create_task(one("early", -1)) for _ in range(2)]
+        await asyncio.gather(*busy, *late, *early)
+        return order
+
+    assert run(finish_order())[2:] == ["early", "early", "late", "late"]
+
+
+def test_a_fault_fails_what_it_hits_and_the_engine_goes_on(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, calls = llm._llm.engine._burst, []
+
+    def fails_once(*arguments: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            raise RuntimeError("device lost")
+        return compiled(*arguments)
+
+    monkeypatch.setattr(llm._llm.engine, "_burst", fails_once)
+
+    async def last_piece() -> Any:
+        pieces = llm.generate([5, 9], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True), request_id="f")
+        return [piece async for piece in pieces][-1]
+
+    assert run(last_piece()).finish_reason == "error"
+    params = SamplingParams(temperature=0, max_tokens=8)
+    expected = LLM(llm._llm.model, speculation=Speculation.off(), max_model_len=96).generate([[5, 9]], params)
+    assert run(collect(llm, [5, 9], params)) == {0: expected[0].outputs[0].token_ids}
+
+
+def test_draining_gives_up_what_is_left(tmp_path_factory: pytest.TempPathFactory) -> None:
+    model = open_model(tiny_model.write_folder(tmp_path_factory.mktemp("other")), dtype=jnp.dtype(jnp.float32))
+    llm = AsyncLLM(model, speculation=Speculation.off(), max_num_seqs=1)
+    compiled = llm._llm.engine._burst
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.02)
+        return compiled(*arguments)
+
+    llm._llm.engine._burst = slow
+
+    async def drained() -> None:
+        endless = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
+        task = asyncio.create_task(collect(llm, [5], endless))
+        while not llm.snapshot().generated_tokens and not llm.snapshot().running:
+            await asyncio.sleep(0.01)
+        await llm.drain(0.05)
+        with pytest.raises(RequestCancelledError):
+            await task
+        with pytest.raises(EngineDeadError, match="no more"):
+            await collect(llm, [5], endless)
+
+    run(drained())
+    assert not llm.is_ready()
