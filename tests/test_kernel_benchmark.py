@@ -151,7 +151,7 @@ def test_wrong_kernel_gets_no_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         return lambda q, *arrays: function(q, *arrays, scale=scale, implementation=implementation)[0]
 
     monkeypatch.setattr(kernel, "measure_limits", lambda dtype: UNKNOWN)
-    monkeypatch.setattr(kernel, "attend", attend)
+    monkeypatch.setattr(attention_candidates, "attend", attend)
     file = tmp_path / "kernel.json"
     code = kernel.main([
         "--shapes", "tiny", "--rows", "3", "--context", "40", "--slots", "1", "--page-size", "16", "--repeats", "1",
