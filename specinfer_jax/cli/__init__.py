@@ -1,4 +1,4 @@
-"""The command line: `specinfer generate | chat | pull | info | convert | tree | bench`.
+"""The command line: `specinfer generate | chat | serve | pull | info | convert | tree | bench`.
 
 Commands import jax when they run, so that `specinfer --help` is quick.
 """
@@ -15,6 +15,7 @@ from specinfer_jax.cli.bench import bench
 from specinfer_jax.cli.chat import chat
 from specinfer_jax.cli.generate import generate
 from specinfer_jax.cli.models import convert, info, pull
+from specinfer_jax.cli.serve import serve
 from specinfer_jax.cli.tree import tree
 from specinfer_jax.errors import SpecInferError
 
@@ -45,7 +46,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, chat, bench, tree, info, pull, convert):
+for command in (generate, chat, serve, bench, tree, info, pull, convert):
     app.command()(command)
 
 
