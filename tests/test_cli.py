@@ -66,7 +66,7 @@ def run(*arguments: object, stdin: str = ""):
 
 def test_version_and_help() -> None:
     assert run("--version").stdout == f"specinfer {specinfer_jax.__version__}\n"
-    for command in ("generate", "chat", "bench", "tree", "info", "pull", "convert"):
+    for command in ("generate", "chat", "serve", "bench", "tree", "info", "pull", "convert"):
         result = run(command, "--help")
         assert result.exit_code == 0
         assert "Example: " in result.stdout
