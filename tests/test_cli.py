@@ -71,7 +71,7 @@ def test_version_and_help() -> None:
         assert result.exit_code == 0
         assert "Example: " in result.stdout
         assert ("--config" in result.stdout) and ("--no-speculation" in result.stdout) == (
-            command in ("generate", "chat", "bench", "tree")
+            command in ("generate", "chat", "serve", "bench", "tree")
         )
 
 
