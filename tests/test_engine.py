@@ -65,7 +65,7 @@ def test_the_ssm_may_share_the_llms_arrays() -> None:
         assert run(engine, [PROMPTS[2]], max_tokens=9)[0].ids == greedy(PROMPTS[2], max_tokens=9)
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 33])
+@pytest.mark.parametrize("num_slots", [1, pytest.param(2, marks=pytest.mark.slow), 33])
 def test_any_number_of_slots(num_slots: int) -> None:
     # case B053
     engine = make_engine([NgramSpeculator(branch_depths=(3,))], [()], num_slots=num_slots, max_model_len=24)

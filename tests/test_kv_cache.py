@@ -135,7 +135,7 @@ def shapes_of(program: StepProgram) -> tuple[DecodeParams, Any]:
 
 @pytest.mark.parametrize(
     ("speculators", "adaptive"),
-    [((), False), ((SSM,), False), ((SSM, NgramSpeculator()), True)],
+    [((), False), pytest.param((SSM,), False, marks=pytest.mark.slow), ((SSM, NgramSpeculator()), True)],
     ids=["incremental", "ssm", "ssm and n-gram with the gate"],
 )
 def test_a_burst_copies_no_cache(speculators: tuple[Speculator, ...], adaptive: bool) -> None:

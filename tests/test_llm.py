@@ -166,7 +166,7 @@ def test_seeds_reproduce_and_answers_differ(llm: LLM) -> None:
     assert len({tuple(output.token_ids) for output in llm.generate(["the cat"] * 3, unseeded)}) == 3
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_half_precision_runs_through_trees_of_an_ssm(tmp_path: Path, dtype: str) -> None:
     folder = tiny_model.write_folder(tmp_path / "model")
     llm = LLM(folder, dtype=dtype, speculation=Speculation(ssms=[folder], tree="2,1", ngram=True), max_model_len=32)

@@ -143,7 +143,7 @@ def test_a_mixed_batch_leaves_the_greedy_row_alone(engine) -> None:
     assert found[2] != found[0] != found[3]
 
 
-@pytest.mark.parametrize("num_devices", [2, pytest.param(4, marks=pytest.mark.slow), 8])
+@pytest.mark.parametrize("num_devices", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4)), 8])
 def test_any_number_of_devices_draws_the_same(num_devices: int) -> None:
     # case B042: the vocabulary, over which the noise lies, split over devices
     speculators = (ssm("2", WITHOUT_REPLACEMENT),)

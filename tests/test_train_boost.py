@@ -43,7 +43,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> TrainSettings:
     answers = folder / "answers.jsonl"
     answers.write_text("\n".join(a.as_line() for a in make_answers(60, vocab=CONFIG["vocab_size"])) + "\n")
     made = make_settings(steps=30, llm=str(llm), answers=(str(answers),))
-    return dataclasses.replace(made, boost=BoostSettings(rounds=2, match=1, weighting="drop", tree="1,1"))
+    return dataclasses.replace(made, boost=BoostSettings(rounds=2, match=1, weighting="drop", tree="1"))
 
 
 def test_two_rounds_and_a_third_later(settings: TrainSettings, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +24,12 @@ from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.config import DEFAULT_MODEL, DTYPES
 from specinfer_jax.errors import SpecInferError
 from specinfer_jax.models.config import ModelConfig
-from specinfer_jax.models.kv_cache import KVCache
-from specinfer_jax.models.transformer import Params, forward, vocabulary_logits
+from specinfer_jax.models.transformer import Params, vocabulary_logits
 from train.answer_store import check_settings, lock_folder, write_settings
 from train.answers import Answer, TrainDataError, read_answers
-from train.packing import BatchPlan, has_target, segment_words
+from train.packing import BatchPlan, has_target
 from train.progress import OnProgress, progress_bar
+from train.step import hidden, train_batch
 from train.top_k import TopK, keys_of, next_shard, write_shard
 
 _COLUMNS = 128
@@ -38,25 +37,7 @@ _COLUMNS = 128
 _TOKENS_PER_SHARD = 50_000
 
 
-def empty_cache(config: ModelConfig, rows: int, dtype: Any) -> KVCache:
-    """A cache without pages, for passes that read whole sequences."""
-    pages = tuple(jnp.zeros((config.num_kv_heads, 0, 1, config.head_size), dtype) for _ in range(config.num_layers))
-    return KVCache(pages, pages, jnp.zeros((rows, 0), jnp.int32), jnp.zeros((rows,), jnp.int32))
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def packed_activations(
-    params: Params,
-    token_RT: Int[Array, "R T"],
-    position_RT: Int[Array, "R T"],
-    segment_RT: Int[Array, "R T"],
-    *,
-    config: ModelConfig,
-) -> Float[Array, "D RT"]:
-    """The LLM's activations before its head at every place of packed rows, row after row."""
-    cache = empty_cache(config, token_RT.shape[0], params["embed"]["embedding"].dtype)
-    words_RTC = segment_words(segment_RT)
-    return forward(params, token_RT, position_RT, cache, words_RTC, config=config, implementation="xla")[0]
+_activations = jax.jit(hidden, static_argnames="config")
 
 
 @functools.partial(jax.jit, static_argnames=("config", "k", "vocab_limit"))
@@ -81,7 +62,7 @@ def teacher_rows(model: Model, plan: BatchPlan, *, k: int) -> Iterator[tuple[Ans
     vocab_limit = min(model.tokenizer.vocab_size, config.vocab_size)
     for step in range(plan.steps_per_epoch):
         batch = plan.batch(step)
-        x_DT = packed_activations(params, batch.token_RT, batch.position_RT, batch.segment_RT, config=config)
+        x_DT = _activations(params, train_batch(batch), config=config)
         column_N = np.flatnonzero(batch.is_target_RT)  # row by row, as the places
         chunks = []
         for start in range(0, len(column_N), _COLUMNS):
