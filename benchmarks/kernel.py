@@ -54,6 +54,7 @@ from benchmarks.roofline import (
     repeated,
 )
 from pallas_kernels.tree_attention import IMPLEMENTATIONS, causal_words, tree_attention
+from pallas_kernels.tree_attention.choose import kernel_here
 from specinfer_jax.errors import ConfigError
 
 PREFILL_CHUNK = 256
@@ -261,11 +262,6 @@ def print_entry(title: str, entry: Mapping[str, Any]) -> None:
 
 
 # --- correctness on the device
-
-
-def kernel_of_device() -> str | None:
-    """The kernel written for this kind of device, by name: a named one never gives way to plain XLA in silence."""
-    return {"gpu": "pallas_gpu", "tpu": "pallas_tpu"}.get(jax.default_backend())
 
 
 def check(number: int, implementation: str | None, *, seconds: float) -> dict[str, Any]:
@@ -482,7 +478,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check is None:
         return int(not run_table(options, result, began=began))
     fine = True
-    for name in options.implementations or [kernel_of_device()]:
+    for name in options.implementations or [kernel_here()]:
         found = check(options.check, name, seconds=options.limit_seconds)
         result.setdefault("check", {})[name or "default"] = found
         fine &= not found["wrong"] and found["cases"] > 0

@@ -12,6 +12,7 @@ from attention_cases import assert_matches, make_case
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from pallas_kernels.tree_attention import choose, tree_attention
+from pallas_kernels.tree_attention.pallas_gpu import tree_attention_gpu
 
 attend = jax.jit(tree_attention, static_argnames=("scale", "mesh", "kv_axis", "implementation"))
 
@@ -102,6 +103,24 @@ def test_the_mesh_that_is_set_is_used(axis: str, G: int, split: bool) -> None:
         out, lse = attend(*case.arrays, scale=case.scale)
     assert_matches((out, lse), case)
     assert out.sharding.shard_shape(out.shape)[2] == (2 * G // 8 if split else 2 * G)
+
+
+def test_a_kernel_is_tried_and_taken_inside_the_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, load = [], choose.load
+
+    def interpreted(*arrays: Any, scale: float) -> Any:
+        seen.append(arrays[0].shape)
+        return tree_attention_gpu(*arrays, scale=scale, interpret=True)
+
+    monkeypatch.setattr(choose, "kernel_here", lambda: "pallas_gpu")
+    monkeypatch.setattr(choose, "load", lambda name: interpreted if name == "pallas_gpu" else load(name))
+    choose.compiles.cache_clear()
+    case = make_case(prefix=(0, 21), N=5, G=8, group=2, Z=16)
+    mesh = Mesh(np.array(jax.devices()), ("model",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        assert_matches(attend(*case.arrays, scale=case.scale), case)
+    choose.compiles.cache_clear()
+    assert seen == [(2, 5, 2, 16)] * 2  # compiled alone, then used, both with one device's share of the heads
 
 
 def test_inside_a_shard_map_heads_are_split_already() -> None:
