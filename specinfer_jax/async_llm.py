@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from specinfer_jax.assemble import Model
@@ -66,7 +66,9 @@ class _Desk:
 
     survives_faults = True
 
-    def __init__(self, max_queue: int) -> None:
+    def __init__(self, max_queue: int, on_step: Callable[[float], None]) -> None:
+        self._on_step = on_step
+        self._step_began: float | None = None
         self._changed = threading.Condition()
         self._max_queue, self._numbers = max_queue, itertools.count()
         self._queue: list[tuple[int, int]] = []
@@ -105,7 +107,10 @@ class _Desk:
             self._changed.notify_all()
 
     def take(self, *, free_slots: int, is_idle: bool) -> News | None:
-        """As `Inbox.take`."""
+        """As `Inbox.take`; between two calls while requests are under way lies one step."""
+        if self._step_began is not None:
+            self._on_step(time.perf_counter() - self._step_began)
+            self._step_began = None
         with self._changed:
             while is_idle and not (self._queue or self._is_closed):
                 self._changed.wait()
@@ -113,6 +118,7 @@ class _Desk:
                 return None
             taken = [heapq.heappop(self._queue)[1] for _ in range(min(free_slots, len(self._queue)))]
             cancelled, self._cancelled = frozenset(self._cancelled), set()
+            self._step_began = time.perf_counter() if taken or not is_idle else None
             return News([(index, self.tickets[index].request) for index in taken], cancelled)
 
     @property
@@ -142,8 +148,8 @@ class AsyncLLM:
         self.model_name = self._llm.model.location
         self.max_model_len = self._llm.max_model_len
         self.tokenizer: Tokenizer = self._llm.tokenizer
-        self._desk = _Desk(max_queue)
         self._figures = _Figures()
+        self._desk = _Desk(max_queue, self._figures.step)
         self._thread = threading.Thread(target=self._serve, name="specinfer engine", daemon=True)
         self._thread.start()
 
@@ -254,14 +260,16 @@ class _Figures:
         stats = progress.stats
         if stats is None:
             return
-        self.steps += stats.steps
         self._proposed.update(dict(enumerate(stats.proposed_by_position)))
         self._accepted.update(dict(enumerate(stats.accepted_by_position)))
         self._proposed_by.update(stats.proposed_by_speculator)
         self._accepted_by.update(stats.accepted_by_speculator)
-        seconds = stats.decode_seconds / max(1, stats.steps)
-        self._step_counts[sum(seconds > bound for bound in STEP_BOUNDS)] += stats.steps
-        self._step_total += stats.decode_seconds
+
+    def step(self, seconds: float) -> None:
+        """Take in one step of all slots, prefill of new requests included."""
+        self.steps += 1
+        self._step_counts[sum(seconds > bound for bound in STEP_BOUNDS)] += 1
+        self._step_total += seconds
 
     def snapshot(self, **gauges: Any) -> EngineSnapshot:
         """The counters with the gauges of now."""
