@@ -4,13 +4,16 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tiny_model import CONFIG, write_folder
 from train_run_cases import make_answers, make_settings
 
+from specinfer_jax.errors import ConfigError
 from train.answers import Answer, split_answers
 from train.boost import REPORT_FILE, boost, match_samples, next_weights
+from train.export import open_trained
 from train.settings import BoostSettings, TrainSettings
 
 
@@ -66,6 +69,21 @@ def test_two_rounds_and_a_third_later(settings: TrainSettings, tmp_path: Path) -
     assert [(r.marked, r.set_top_1) for r in again[:2]] == [(r.marked, r.set_top_1) for r in rounds]
     assert len(again) == 3
     assert (tmp_path / "ssm-2" / "metrics.jsonl").read_bytes() == before
+
+
+def test_later_ssms_share_the_first_ones_layers(settings: TrainSettings, tmp_path: Path) -> None:
+    shared = dataclasses.replace(settings, boost=dataclasses.replace(settings.boost, own_layers=1))
+    assert len(boost(shared, tmp_path, quiet=True, prompts=0)) == 2
+    first, second = (open_trained(tmp_path / f"ssm-{n}").model for n in (1, 2))
+    last = first.config.num_layers - 1
+    assert second.config == first.config
+    for l in range(first.config.num_layers):
+        pairs = zip(*(jax.tree.leaves(ssm.params[f"layers_{l}"]) for ssm in (first, second)), strict=True)
+        is_equal = [bool((a == b).all()) for a, b in pairs]
+        assert not any(is_equal) if l == last else all(is_equal)
+    too_many = dataclasses.replace(shared, boost=dataclasses.replace(shared.boost, own_layers=9))
+    with pytest.raises(ConfigError, match=r"own_layers is 9, and the first SSM has \d+ layers"):
+        boost(too_many, tmp_path, quiet=True, prompts=0)
 
 
 def test_held_out_answers_are_never_trained_on(settings: TrainSettings) -> None:

@@ -8,7 +8,8 @@ python -m train.boost configs/train/smollm2_boost.toml --out out/boost
 
 A sample is a whole answer (`boost.match = "continuation"`: every one of its tokens is the SSM's likeliest one), or a
 place in an answer (`boost.match = n`: the next n tokens are). Marked samples are dropped, or count less ("soft"). With
-match = 1 and "drop" each SSM learns the tokens that the merged set misses.
+match = 1 and "drop" each SSM learns the tokens that the merged set misses. With `boost.own_layers` the later SSMs are
+the first one but for their last layers.
 
 FOLDER gets ssm-1/, ssm-2/, ... (runs of train.distill, which go on after an interruption) and boost.json: after each
 round the share marked, what each SSM and the set foresee on held-out answers, and tokens per step of the merged tree.
@@ -30,7 +31,7 @@ import numpy as np
 from specinfer_jax import LLM, SamplingParams, Speculation
 from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.compile_cache import enable_compile_cache
-from specinfer_jax.errors import SpecInferError
+from specinfer_jax.errors import ConfigError, SpecInferError
 from specinfer_jax.metrics import RequestStats, total
 from train.answers import Answer, read_answers, split_answers
 from train.distill import distill
@@ -87,11 +88,37 @@ def next_weights(marked: Mapping[str, np.ndarray], settings: BoostSettings) -> d
     return {key: np.where(m, np.float32(marked_weight), np.float32(1)) for key, m in marked.items()}
 
 
+def round_settings(settings: TrainSettings, number: int, first: Path, ssms: Sequence[Model]) -> TrainSettings:
+    """Settings of one round's run.
+
+    Args:
+      settings: of all rounds.
+      number: of the round, from 1; each has a seed of its own.
+      first: folder of the first round's run.
+      ssms: what came out of the rounds before.
+
+    Raises:
+      ConfigError: SSMs are to have more layers of their own than they have layers.
+    """
+    settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, seed=settings.run.seed + number - 1))
+    own_layers = settings.boost.own_layers
+    if not (ssms and own_layers):
+        return settings
+    num_layers = ssms[0].config.num_layers
+    if own_layers > num_layers:
+        raise ConfigError(f"boost.own_layers is {own_layers}, and the first SSM has {num_layers} layers")
+    tuned = tuple(f"layers_{l}" for l in range(num_layers - own_layers, num_layers))
+    init = dataclasses.replace(
+        settings.init, source=str(first), layers=(), model={}, vocabulary=0, train=(*tuned, "norm")
+    )  # fmt: skip
+    return dataclasses.replace(settings, init=init)
+
+
 def boost(settings: TrainSettings, folder: Path, *, quiet: bool = False, prompts: int = 20) -> list[Round]:
     """Tune `settings.boost.rounds` SSMs, or go on with them.
 
     Args:
-      settings: of all rounds; round i has the seed `run.seed + i - 1`.
+      settings: of all rounds; `round_settings` makes those of each.
       folder: of the runs and the report.
       quiet: show nothing.
       prompts: held-out prompts on which the merged tree is measured; 0: none.
@@ -109,8 +136,11 @@ def boost(settings: TrainSettings, folder: Path, *, quiet: bool = False, prompts
     ssms: list[Model] = []
     rounds: list[Round] = []
     for number in range(1, settings.boost.rounds + 1):
-        own = dataclasses.replace(settings, run=dataclasses.replace(settings.run, seed=settings.run.seed + number - 1))
-        done = distill(own, folder / f"ssm-{number}", answers=answers, weights=weights, source=of_start, quiet=quiet)
+        own, shares = round_settings(settings, number, folder / "ssm-1", ssms), bool(ssms and settings.boost.own_layers)
+        done = distill(
+            own, folder / f"ssm-{number}", answers=answers, weights=weights, source=ssms[0] if shares else of_start,
+            quiet=quiet,
+        )  # fmt: skip
         if not done.trained.is_complete:
             break
         ssms.append(done.model)

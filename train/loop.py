@@ -4,13 +4,13 @@ A run is a pure function of (settings, batch by step): a run that was killed goe
 takes the same values, bit for bit, as one that was not.
 """
 
-import concurrent.futures
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import grain
 import jax
 from jax.sharding import Mesh
 
@@ -180,15 +180,14 @@ class _Loop:
         return Trained(whole, state.params, done, measured, is_complete)
 
     def _prefetched(self, start: int, end: int) -> Iterator[tuple[int, TrainBatch, int]]:
-        """Batches on the devices, the next one being made while one is computed."""
-        with concurrent.futures.ThreadPoolExecutor(max_workers=1) as worker:
-            waiting = [worker.submit(self.batches.batch, start)] if start < end else []
-            for index in range(start, end):
-                batch = waiting.pop().result()
-                if index + 1 < end:
-                    waiting.append(worker.submit(self.batches.batch, index + 1))
-                tokens = int((batch.segment_RT > 0).sum())
-                yield index, jax.device_put(batch, by_rows(self.mesh)), tokens
+        """Batches on the devices, the next ones being made while one is computed."""
+        if start >= end:
+            return
+        plan = grain.MapDataset.range(start, end).map(self.batches.batch)
+        batches = plan.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2))
+        for index, batch in zip(range(start, end), batches, strict=True):
+            tokens = int((batch.segment_RT > 0).sum())
+            yield index, jax.device_put(batch, by_rows(self.mesh)), tokens
 
     def _look_at(self, pending: _Pending | None) -> None:
         """Wait for a step's metrics and write them down."""

@@ -20,8 +20,8 @@ def part_of(path: str) -> str:
 
 
 def split_params(params: Params, parts: Collection[str]) -> Split:
-    """(trained, frozen) parameters."""
-    return _split(params, lambda path: part_of(path) in parts, "")
+    """(trained, frozen) parameters; a part is one of settings.PARTS, or one layer ("layers_3")."""
+    return _split(params, lambda path: part_of(path) in parts or path.split("/")[0] in parts, "")
 
 
 def _split(tree: Mapping[str, Any], is_chosen: Callable[[str], bool], prefix: str) -> Split:

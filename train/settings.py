@@ -11,6 +11,7 @@ steps = 1000
 """
 
 import dataclasses
+import re
 import tomllib
 import typing
 from collections.abc import Mapping
@@ -96,7 +97,7 @@ class InitSettings(Checked):
 
     source: str = FROM_LLM
     """"llm": some of the LLM's layers with its embedding and head; "scratch": random weights of `model`; else the
-    name, folder, .gguf file or hub id of a model with the LLM's vocabulary."""
+    name, folder, .gguf file or hub id of a model with the LLM's vocabulary, or the folder of a run of train.distill."""
     layers: tuple[int, ...] = ()
     """Which layers of the source to keep, in this order; empty: all."""
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -104,13 +105,17 @@ class InitSettings(Checked):
     vocabulary: int = 0
     """Rows of a reduced head, for the most frequent ids of the answers; 0: one per id."""
     train: tuple[str, ...] = ("layers", "norm", "head")
-    """Parts that are trained, of "embed", "layers", "norm", "head"; the others stay the source's own arrays."""
+    """Parts that are trained, of "embed", "layers" or single ones ("layers_3", counted in the SSM), "norm", "head"; the
+    others stay the source's own arrays."""
 
     def check(self) -> None:
         """Known parts; a model where and only where it is needed."""
-        unknown = [part for part in self.train if part not in PARTS]
+        unknown = [part for part in self.train if part not in PARTS and not re.fullmatch(r"layers_\d+", part)]
         if unknown or not self.train or len(set(self.train)) != len(self.train):
-            raise ConfigError(f"train must name some of {', '.join(PARTS)}, each once, got {list(self.train)}")
+            raise ConfigError(
+                f"train must name some of {', '.join(PARTS)} or single layers such as layers_0, each once, got "
+                f"{list(self.train)}"
+            )
         if bool(self.model) != (self.source == FROM_SCRATCH):
             raise ConfigError('a [init.model] table belongs to source = "scratch", and only to it')
         if self.source == FROM_SCRATCH and (self.layers or set(self.train) != set(PARTS)):
@@ -212,6 +217,9 @@ class BoostSettings(Checked):
     """What becomes of samples that an SSM has got: "drop" them, or give them less weight ("soft")."""
     soft_weight: float = 0.25
     """The weight that "soft" leaves them."""
+    own_layers: int = 0
+    """How many of its last layers an SSM behind the first tunes, beginning with the first SSM's; all else it shares
+    with that one. 0: all SSMs begin as the first did and share nothing but what is frozen."""
     tree: str = "1,1,1,1"
     """Children per level of each SSM's part of the merged tree that is measured after every round."""
 
