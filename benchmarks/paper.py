@@ -5,7 +5,8 @@ python -m benchmarks.paper --table 1,2,3 --figure 9 --data FOLDER --limit 20 --o
 Table 1: how often the LLM's token is among the SSM's k likeliest. Table 2: tokens per step by the width of the tree's
 third level. Table 3: naive against multi-step speculative sampling; the paper compares naive sampling on top-k children
 with its Algorithm 2, here are all four exact pairs. Table "ssms": 1 to 4 SSMs with the same number of nodes together.
-Figure 9: how tokens per step are distributed over prompts, from table 2. Trees are always verified whole.
+Figure 9: how tokens per step are distributed over prompts, from table 2. Trees are always verified whole. What follows
+from the LLM's own answers (greedy, and naive sampling of top-k children) is counted on them, all else is decoded.
 
 Tables are Markdown on the screen; OUT takes them with their numbers as JSON, and the figures as PNG.
 """
@@ -24,6 +25,7 @@ from benchmarks.paper_plots import plot_cdf, plot_widths
 from benchmarks.paper_tables import (
     PROMPT_SETS,
     Cell,
+    Measuring,
     Success,
     rules_of_ssm_counts,
     rules_of_table_2,
@@ -33,7 +35,7 @@ from benchmarks.paper_tables import (
     with_pool,
 )
 from benchmarks.peers import encode_prompts
-from specinfer_jax.assemble import Model, open_model
+from specinfer_jax.assemble import Model, open_model, open_ssm
 from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import SpecInferError
 from specinfer_jax.prompts import read_prompts
@@ -99,7 +101,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--ssm-layers", type=int, default=27, help="without --ssm: the LLM's own first layers")
     parser.add_argument("--max-num-seqs", type=int, default=4, help="prompts side by side")
     parser.add_argument("--max-model-len", type=int, default=1024)
-    parser.add_argument("--out", type=Path, help="folder for the numbers and the figures")
+    parser.add_argument("--decode", action="store_true", help="decode also what can be counted on the answers")
+    parser.add_argument("--out", type=Path, help="folder for the numbers, the figures and the answers")
     options = parser.parse_args(arguments)
     tables = [*options.table, *(["2"] if options.figure and "2" not in options.table else [])]
     if not tables or set(tables) - set(TABLES):
@@ -114,7 +117,7 @@ def open_ssms(options: argparse.Namespace, model: Model) -> list[Model]:
     """The SSMs asked for."""
     if not options.ssm:
         return [model.first_layers(options.ssm_layers)]
-    return [open_model(name, dtype=jnp.dtype(jnp.float32)) for name in options.ssm]
+    return [open_ssm(name, model, dtype=jnp.dtype(jnp.float32)) for name in options.ssm]
 
 
 def measure(options: argparse.Namespace, model: Model, ssms: Sequence[Model]) -> dict[str, Any]:
@@ -127,6 +130,7 @@ def measure(options: argparse.Namespace, model: Model, ssms: Sequence[Model]) ->
         for name in options.sets
     }
     sizes = {name: getattr(options, name) for name in ("max_tokens", "max_num_seqs", "max_model_len")}
+    measuring = Measuring(model, prompt_sets, folder=options.out and options.out / "answers", **sizes)
     rules = {
         "2": rules_of_table_2(options.temperature),
         "3": rules_of_table_3(options.tree, options.temperature),
@@ -135,13 +139,11 @@ def measure(options: argparse.Namespace, model: Model, ssms: Sequence[Model]) ->
     found: dict[str, Any] = {}
     for table in options.table:
         if table == "1":
-            found[table] = top_k_success(
-                model, ssms[0], prompt_sets, temperature=options.temperature, report=_line, **sizes
-            )
+            found[table] = top_k_success(measuring, ssms[0], temperature=options.temperature, report=_line)
             print("\n" + table_of_success(found[table]) + "\n", flush=True)
         else:
             own = ssms if table == "ssms" else ssms[:1]
-            cells = tokens_per_step(model, own, rules[table], prompt_sets, report=_line, **sizes)
+            cells = tokens_per_step(measuring, own, rules[table], report=_line, decodes=options.decode)
             found[table] = with_pool(cells)
             print("\n" + table_of_cells(found[table]) + "\n", flush=True)
     return found

@@ -1,17 +1,19 @@
 """The measurements behind benchmarks.paper: success of the SSM's top k, and tokens per LLM pass by tree and rule."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.paper_counted import Steps, answer_all, count_steps, ranks_of
 from specinfer_jax import LLM, Model, SamplingParams, Speculation
 from specinfer_jax.metrics import RequestStats
 from specinfer_jax.speculation.rules import IID, MSS, MSS_RENORMALIZED, NAIVE, TOP_K, WITHOUT_REPLACEMENT
+from specinfer_jax.tree.expand import parse_expansion
 from train.answers import Answer
-from train.evaluate import evaluate
-from train.packing import BatchPlan
+from train.evaluate import TOP
 
 PROMPT_SETS = {
     "alpaca": "Alpaca", "cp_awesome": "CP (stand-in)", "webqa": "WebQA", "cip_proxy": "CIP (stand-in)", "piqa": "PIQA",
@@ -99,7 +101,7 @@ def pooled(tokens: Sequence[int], steps: Sequence[int]) -> tuple[float, float, f
     return float(tokens_N.sum() / steps_N.sum()), float(low), float(high)
 
 
-def cell(rule: str, prompt_set: str, stats: Sequence[RequestStats]) -> Cell:
+def cell(rule: str, prompt_set: str, stats: Sequence[RequestStats | Steps]) -> Cell:
     """Tokens per step of one rule on one prompt set."""
     tokens, steps = (tuple(getattr(s, name) for s in stats) for name in ("tokens", "steps"))
     return Cell(rule, prompt_set, *pooled(tokens, steps), tokens, steps)
@@ -115,31 +117,87 @@ def with_pool(cells: Sequence[Cell]) -> list[Cell]:
     return result
 
 
-def tokens_per_step(
-    model: Model, ssms: Sequence[Any], rules: Sequence[Rule], prompt_sets: Mapping[str, list[list[int]]], *,
-    max_tokens: int, max_num_seqs: int, max_model_len: int, report: Callable[[Cell], None],
-) -> list[Cell]:  # fmt: skip
-    """Every rule on every prompt set, trees verified whole; prompt i of a set has seed i."""
-    cells = []
-    for rule in rules:
-        speculation = Speculation(
-            ssms=ssms[: rule.ssms], tree=rule.tree, ngram=False, adaptive=False, children=rule.children,
-            verification=rule.verification,
+class Measuring(NamedTuple):
+    """What all tables are measured with."""
+
+    model: Model
+    """The LLM."""
+    prompt_sets: Mapping[str, list[list[int]]]
+    """Token ids of prompts, by set."""
+    max_tokens: int
+    """Of every answer."""
+    max_num_seqs: int
+    """Prompts side by side."""
+    max_model_len: int
+    """Most tokens of prompt and answer."""
+    folder: Path | None = None
+    """Keeps the LLM's answers for the next run."""
+
+    def answers(self, name: str, temperature: float) -> list[Answer]:
+        """The LLM's answers to one prompt set."""
+        return answer_all(
+            self.model, self.prompt_sets[name], name=name, temperature=temperature, max_tokens=self.max_tokens,
+            max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len, folder=self.folder,
         )  # fmt: skip
-        llm = LLM(model, speculation=speculation, max_num_seqs=max_num_seqs, max_model_len=max_model_len)
-        for name, prompts in prompt_sets.items():
-            params = [
-                SamplingParams(temperature=rule.temperature, seed=i, max_tokens=max_tokens) for i in range(len(prompts))
-            ]
-            stats = [output.stats for output in llm.generate(prompts, params)]
-            cells.append(cell(rule.name, name, [s for s in stats if s is not None]))
-            report(cells[-1])
-    return cells
 
 
-def _seeded(count: int, temperature: float, max_tokens: int) -> list[SamplingParams]:
-    """Prompt i of a set has seed i."""
-    return [SamplingParams(temperature=temperature, seed=i, max_tokens=max_tokens) for i in range(count)]
+def is_counted(rule: Rule) -> bool:
+    """Whether the rule's steps follow from the LLM's answers (paper_counted.py)."""
+    return rule.temperature == 0 or (rule.children, rule.verification) == (TOP_K, NAIVE)
+
+
+def tokens_per_step(
+    measuring: Measuring, ssms: Sequence[Any], rules: Sequence[Rule], *, report: Callable[[Cell], None],
+    decodes: bool = False,
+) -> list[Cell]:  # fmt: skip
+    """Every rule on every prompt set, trees verified whole; prompt i of a set has seed i.
+
+    Args:
+      measuring: LLM, prompts, sizes.
+      ssms: who proposes; loaded models.
+      rules: rows of the table.
+      report: gets every cell as it comes.
+      decodes: decode also where counting on answers gives the same.
+    """
+    counted = [rule for rule in rules if is_counted(rule) and not decodes]
+    found: dict[tuple[str, str], Cell] = {}
+
+    def add(rule: Rule, name: str, steps: Sequence[RequestStats | Steps]) -> None:
+        found[rule.name, name] = cell(rule.name, name, steps)
+        report(found[rule.name, name])
+
+    for temperature in dict.fromkeys(rule.temperature for rule in counted):
+        for name in measuring.prompt_sets:
+            answers = measuring.answers(name, temperature)
+            ranks = [ranks_of(ssm, answers, max_model_len=measuring.max_model_len) for ssm in ssms]
+            for rule in counted:
+                if rule.temperature == temperature:
+                    own = ranks[: rule.ssms]
+                    shapes = [parse_expansion(rule.tree)] * len(own)
+                    add(rule, name, [count_steps(of_answer, shapes) for of_answer in zip(*own, strict=True)])
+    for rule in rules:
+        if rule not in counted:
+            for name, stats in _decoded(measuring, ssms, rule):
+                add(rule, name, stats)
+    return [found[rule.name, name] for rule in rules for name in measuring.prompt_sets]
+
+
+def _decoded(measuring: Measuring, ssms: Sequence[Any], rule: Rule) -> Iterator[tuple[str, list[RequestStats]]]:
+    speculation = Speculation(
+        ssms=ssms[: rule.ssms], tree=rule.tree, ngram=False, adaptive=False, children=rule.children,
+        verification=rule.verification,
+    )  # fmt: skip
+    llm = LLM(
+        measuring.model, speculation=speculation, max_num_seqs=measuring.max_num_seqs,
+        max_model_len=measuring.max_model_len,
+    )  # fmt: skip
+    for name, prompts in measuring.prompt_sets.items():
+        params = [
+            SamplingParams(temperature=rule.temperature, seed=i, max_tokens=measuring.max_tokens)
+            for i in range(len(prompts))
+        ]
+        outputs = llm.generate(prompts, params)
+        yield name, [output.stats for output in outputs if output.stats is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,21 +215,14 @@ class Success:
 
 
 def top_k_success(
-    model: Model, ssm: Model, prompt_sets: Mapping[str, list[list[int]]], *,
-    temperature: float, max_tokens: int, max_num_seqs: int, max_model_len: int, report: Callable[[Success], None],
-) -> list[Success]:  # fmt: skip
+    measuring: Measuring, ssm: Model, *, temperature: float, report: Callable[[Success], None]
+) -> list[Success]:
     """Let the LLM answer every prompt, then ask the SSM at every token of the answers."""
-    llm = LLM(model, max_num_seqs=max_num_seqs, max_model_len=max_model_len)  # its ids do not depend on speculation
     found = []
-    for name, prompts in prompt_sets.items():
+    for name in measuring.prompt_sets:
         for decoding, t in (("greedy", 0.0), ("stochastic", temperature)):
-            outputs = llm.generate(prompts, _seeded(len(prompts), t, max_tokens))
-            answers = [
-                Answer(f"{name}-{i}", t, tuple(prompt), tuple(output.outputs[0].token_ids))
-                for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
-            ]
-            plan = BatchPlan(answers, rows=4, tokens=max_model_len, seed=0)
-            quality = evaluate(ssm.params, ssm.config, plan)["all"]
-            found.append(Success(name, decoding, quality.targets, quality.top_k))
+            rank_X = np.concatenate(ranks_of(ssm, measuring.answers(name, t), max_model_len=measuring.max_model_len))
+            top_k = tuple(float((rank_X < k).mean()) for k in range(1, TOP + 1))
+            found.append(Success(name, decoding, len(rank_X), top_k))
             report(found[-1])
     return found

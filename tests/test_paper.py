@@ -3,12 +3,23 @@
 from pathlib import Path
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_model
 
 from benchmarks import paper, paper_tables
+from benchmarks.paper_counted import Steps, count_steps
 from benchmarks.paper_plots import plot_cdf, plot_widths
-from benchmarks.paper_tables import Rule, Success, cell, pooled, rules_of_ssm_counts, rules_of_table_2, with_pool
+from benchmarks.paper_tables import (
+    Measuring,
+    Rule,
+    Success,
+    cell,
+    pooled,
+    rules_of_ssm_counts,
+    rules_of_table_2,
+    with_pool,
+)
 from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.metrics import RequestStats
 from specinfer_jax.speculation.rules import exact_pair
@@ -60,17 +71,45 @@ def test_tables_are_markdown() -> None:
 
 def test_a_model_foresees_itself(model: Model) -> None:
     prompts = {"alpaca": [[3, 4, 5], [6, 7]]}
-    sizes = {"max_tokens": 9, "max_num_seqs": 2, "max_model_len": 32}
+    measuring = Measuring(model, prompts, max_tokens=9, max_num_seqs=2, max_model_len=32)
     lines: list[object] = []
-    found = paper_tables.top_k_success(model, model, prompts, temperature=1.0, report=lines.append, **sizes)
+    found = paper_tables.top_k_success(measuring, model, temperature=1.0, report=lines.append)
     assert [entry.decoding for entry in found] == ["greedy", "stochastic"]
     assert found[0].top_k == (1.0,) * 5
     assert found[1].top_k[0] < 1
     assert found == lines
-    [own] = paper_tables.tokens_per_step(
-        model, [model], [Rule("greedy", "1,1", 0.0)], prompts, report=lines.append, **sizes
-    )  # fmt: skip
-    assert (own.tokens, own.steps) == ((9, 9), (3, 3))  # two nodes and the bonus token in every step
+    for decodes in (False, True):
+        [own] = paper_tables.tokens_per_step(
+            measuring, [model], [Rule("greedy", "1,1", 0.0)], report=lines.append, decodes=decodes
+        )  # fmt: skip
+        assert (own.tokens, own.steps) == ((9, 9), (3, 3))  # two nodes and the bonus token in every step
+
+
+def test_counted_steps_are_those_of_decoding(model: Model, tmp_path: Path) -> None:
+    prompts = {"alpaca": [[3 + i, 5, 9 + i] for i in range(6)]}
+    measuring = Measuring(model, prompts, max_tokens=12, max_num_seqs=3, max_model_len=32, folder=tmp_path)
+    ssms = [model.first_layers(1), model.first_layers(1).with_reduced_head(range(0, model.config.vocab_size, 2))]
+    rules = [
+        Rule(f"{t}, {count}", tree, t, "top_k", "naive", ssms=count)
+        for t in (0.0, 0.7) for tree, count in (("2,2", 1), ("3,1,1", 2))
+    ]  # fmt: skip
+    counted, decoded = (
+        paper_tables.tokens_per_step(measuring, ssms, rules, report=lambda cell: None, decodes=decodes)
+        for decodes in (False, True)
+    )
+    assert counted == decoded
+    assert any(sum(c.tokens) > sum(c.steps) for c in counted)
+    # A second run takes the answers from the folder.
+    again = measuring._replace(model=model._replace(params={}))
+    assert again.answers("alpaca", 0.7) == measuring.answers("alpaca", 0.7)
+
+
+def test_steps_along_ranks() -> None:
+    shape = parse_expansion("2,1")
+    assert count_steps([np.array([0, 0, 5])], [shape]) == Steps(3, 1)
+    assert count_steps([np.array([1, 0, 0, 1, 1])], [shape]) == Steps(5, 2)  # the last step's second node has rank 1
+    assert count_steps([np.array([2, 2, 2])], [shape]) == Steps(3, 3)
+    assert count_steps([np.array([2, 2, 2]), np.array([0, 2, 0])], [shape, parse_expansion("1")]) == Steps(3, 2)
 
 
 def test_figures_are_drawn(tmp_path: Path) -> None:
