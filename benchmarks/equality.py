@@ -99,7 +99,7 @@ def speculations(model: Model, ssm_layers: int) -> dict[str, Speculation]:
     """The speculative modes by name."""
     ssm = model.first_layers(min(ssm_layers, model.config.num_layers))
     return {
-        "n-gram": Speculation(),
+        "n-gram": Speculation(ssms=()),
         "self-draft": Speculation(ssms=(model,), tree=SELF_DRAFT_TREE, ngram=False, adaptive=False),
         f"first {ssm.config.num_layers} layers": Speculation(ssms=(ssm,), ngram=False, adaptive=False),
     }

@@ -93,6 +93,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {', '.join(PROMPT_SETS)} as .jsonl")
     parser.add_argument("--sets", type=names, default=list(PROMPT_SETS), help="only these prompt sets")
     parser.add_argument("--limit", type=int, default=20, help="prompts of each set, from its start")
+    parser.add_argument("--decode-limit", type=int, help="prompts of each set where counting on answers will not do")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=1.0, help="of what is stochastic")
     parser.add_argument("--tree", default="1,1,3,1,1", help="of table 3: children per node and level")
@@ -130,7 +131,8 @@ def measure(options: argparse.Namespace, model: Model, ssms: Sequence[Model]) ->
         for name in options.sets
     }
     sizes = {name: getattr(options, name) for name in ("max_tokens", "max_num_seqs", "max_model_len")}
-    measuring = Measuring(model, prompt_sets, folder=options.out and options.out / "answers", **sizes)
+    folder = options.out and options.out / "answers"
+    measuring = Measuring(model, prompt_sets, folder=folder, decode_limit=options.decode_limit, **sizes)
     rules = {
         "2": rules_of_table_2(options.temperature),
         "3": rules_of_table_3(options.tree, options.temperature),
@@ -163,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     report = {
         "model": model.location, "ssms": [ssm.location for ssm in ssms], "machine": describe_machine(),
-        **{name: getattr(options, name) for name in ("limit", "max_tokens", "temperature", "tree")},
+        **{name: getattr(options, name) for name in ("limit", "decode_limit", "max_tokens", "temperature", "tree")},
         "tables": {table: [dataclasses.asdict(entry) for entry in entries] for table, entries in found.items()},
     }  # fmt: skip
     (options.out / "paper.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -132,6 +132,8 @@ class Measuring(NamedTuple):
     """Most tokens of prompt and answer."""
     folder: Path | None = None
     """Keeps the LLM's answers for the next run."""
+    decode_limit: int | None = None
+    """Prompts of each set, from its start, for rules that must be decoded; None: all."""
 
     def answers(self, name: str, temperature: float) -> list[Answer]:
         """The LLM's answers to one prompt set."""
@@ -192,6 +194,7 @@ def _decoded(measuring: Measuring, ssms: Sequence[Any], rule: Rule) -> Iterator[
         max_model_len=measuring.max_model_len,
     )  # fmt: skip
     for name, prompts in measuring.prompt_sets.items():
+        prompts = prompts[: measuring.decode_limit]
         params = [
             SamplingParams(temperature=rule.temperature, seed=i, max_tokens=measuring.max_tokens)
             for i in range(len(prompts))

@@ -54,7 +54,7 @@ def open_peers(model: Model, path: Path, ssm: str | None, *, max_model_len: int)
         return lambda: SpecInfer(name, model, speculation, max_model_len=max_model_len)
 
     openers = {"incremental": specinfer("specinfer incremental", Speculation.off())}
-    openers["n-gram"] = specinfer("specinfer n-gram tree", Speculation())
+    openers["n-gram"] = specinfer("specinfer n-gram tree", Speculation(ssms=()))
     if ssm is not None:
         openers["SSM"] = specinfer("specinfer SSM tree", Speculation(ssms=(ssm,)))
     openers |= transformers_peers(path, None if ssm is None else resolve(ssm))

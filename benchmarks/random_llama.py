@@ -29,7 +29,8 @@ from specinfer_jax.errors import ConfigError
 from specinfer_jax.metrics import RequestStats
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.transformer import Params, param_shapes
-from specinfer_jax.serving.engine import PREFILL_CHUNKS, Engine
+from specinfer_jax.serving.device import PREFILL_CHUNKS
+from specinfer_jax.serving.engine import Engine
 from specinfer_jax.serving.request import EngineRequest
 from specinfer_jax.speculation.speculator import Context, ScriptedSpeculator
 from specinfer_jax.speculation.state import DecodeParams, StepProgram

@@ -9,31 +9,41 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from specinfer_jax.checkpoint.load import LoadedModel, load_model
-from specinfer_jax.checkpoint.resolve import resolve
-from specinfer_jax.checkpoint.ssm_folder import find_ssm_folder, read_ssm
+from specinfer_jax.checkpoint.resolve import find_ssm_folder, resolve
+from specinfer_jax.checkpoint.ssm_folder import SsmFolder, read_ssm, shipped_for
 from specinfer_jax.config import AUTO, DEFAULT_TREE, WIDE, SamplingParams, Speculation
 from specinfer_jax.errors import ConfigError, SpeculationError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import cache_bytes
+from specinfer_jax.parallel.sharding import DATA, MODEL
+from specinfer_jax.parallel.weights import (
+    DEVICE,
+    HOST,
+    WeightPlacement,
+    cache_share,
+    place_params,
+    replicate,
+    stored_views,
+)
 from specinfer_jax.speculation.ngram import NgramSpeculator
 from specinfer_jax.speculation.pass_costs import pass_seconds
 from specinfer_jax.speculation.rules import exact_pair
 from specinfer_jax.speculation.speculator import Speculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
 from specinfer_jax.speculation.state import DecodeParams, StepProgram
-from specinfer_jax.speculation.tree_choice import MAX_DEPTH, fastest_ssm, widest_trees
+from specinfer_jax.speculation.tree_choice import MAX_DEPTH, WIDE_NGRAM, fastest_ssm, widest_trees
 from specinfer_jax.tokenizer import Tokenizer
 from specinfer_jax.tree.expand import parse_expansion
-from specinfer_jax.tree.optimal import CATCH_UP_ROWS
+from specinfer_jax.tree.optimal import CATCH_UP_ROWS, WIDE_NODES
 from specinfer_jax.tree.rates import AcceptanceRates
 from specinfer_jax.tree.shape import MAX_TREE_NODES, TreeShape
 from specinfer_jax.tree.token_tree import ROW_BUCKETS
 
 PAGE_SIZE = 128
 """Tokens of one cache page; one page is one block of the attention loop on CPU (docs/log.md)."""
-
 
 CPU_MAX_ROWS, DEVICE_MAX_ROWS = 16, 64
 """Rows of the largest pass where the gate picks nodes; on CPU more rows cost more than they gain (docs/log.md)."""
@@ -52,6 +62,8 @@ class Model(NamedTuple):
     """Where it came from, for messages."""
     acceptance: AcceptanceRates | None = None
     """As an SSM, measured beforehand; None: unknown."""
+    placement: WeightPlacement | None = None
+    """How the parameters lie on a mesh; None: whole, on the default device. The config is the stored one either way."""
 
     def first_layers(self, num_layers: int) -> "Model":
         """The same model cut off after its first layers, sharing all arrays; a cheap SSM to experiment with."""
@@ -76,6 +88,8 @@ class Model(NamedTuple):
             raise ConfigError(f"token_ids must be different ids between 0 and {V - 1}, at least one")
         if self.config.output_vocab_size is not None:
             raise ConfigError("the model's head is reduced already")
+        if self.placement is not None:
+            raise ConfigError("the head of a model on a mesh cannot be reduced; load it without a mesh")
         head = dict(self.params["head"])
         full_VE = self.params["embed"]["embedding"] if self.config.tied_head else head["kernel"]
         head["kernel"] = full_VE[ids]
@@ -92,15 +106,41 @@ class Model(NamedTuple):
         return frozenset((*own, *params.stop_token_ids))
 
 
-def open_model(name: str | os.PathLike[str], *, dtype: jnp.dtype) -> Model:
-    """Resolve, load, and find the tokenizer of a model given by name, path or hub id."""
+def open_model(
+    name: str | os.PathLike[str], *, dtype: jnp.dtype, mesh: Mesh | None = None, memory: str = DEVICE
+) -> Model:
+    """Resolve, load, and find the tokenizer of a model given by name, path or hub id.
+
+    `mesh`, `memory`: as `parallel.weights.find_mesh` returns them; each device loads its part alone.
+    """
     path = resolve(name)
-    loaded = load_model(path, dtype=dtype)
-    return Model(loaded.config, loaded.params, tokenizer_of(loaded), str(name))
+    loaded = load_model(path, dtype=dtype, mesh=mesh, memory=memory)
+    placement = None if mesh is None else WeightPlacement(mesh, loaded.config, memory)
+    return Model(loaded.config, loaded.params, tokenizer_of(loaded), str(name), placement=placement)
 
 
-def open_ssm(name: str | os.PathLike[str], llm: Model, *, dtype: jnp.dtype) -> Model:
+def _laid_out(llm: Model, mesh: Mesh | None, memory: str) -> tuple[ModelConfig, Any]:
+    """(config, parameters) of the LLM as the program needs them."""
+    if mesh is None:
+        if llm.placement is not None:
+            raise ConfigError(f"{llm.location} was loaded for a mesh; give the LLM the same mesh")
+        return llm.config, llm.params
+    placement = WeightPlacement(mesh, llm.config, memory)
+    if llm.placement not in (None, placement):
+        raise ConfigError(f"{llm.location} was loaded for another mesh or memory than the LLM's")
+    return placement.config, llm.params if llm.placement else place_params(llm.params, placement)
+
+
+def open_ssm(
+    name: str | os.PathLike[str], llm: Model, *, dtype: jnp.dtype, opened: dict[Path, SsmFolder] | None = None
+) -> Model:
     """An SSM by name or path: one made for this LLM, which shares its arrays, or any model with its vocabulary.
+
+    Args:
+      name: of a shipped SSM, or as for `open_model`.
+      llm: its LLM.
+      dtype: of its own parameters.
+      opened: as for `read_ssm`.
 
     Raises:
       CheckpointError: it was made for another LLM, or is damaged.
@@ -109,7 +149,7 @@ def open_ssm(name: str | os.PathLike[str], llm: Model, *, dtype: jnp.dtype) -> M
     folder = find_ssm_folder(name)
     if folder is None:
         return open_model(name, dtype=dtype)
-    found = read_ssm(folder, llm.params, dtype=dtype)
+    found = read_ssm(folder, _stored_params(llm), dtype=dtype, opened=opened)
     acceptance = None if found.acceptance is None else AcceptanceRates.from_dict(found.acceptance)
     return Model(found.config, found.params, llm.tokenizer, str(name), acceptance)
 
@@ -143,8 +183,19 @@ def choose_max_model_len(config: ModelConfig, asked: int | None) -> int:
     return asked or longest
 
 
+def _stored_params(model: Model) -> Any:
+    """Parameters as their files hold them; those of a model on a mesh are gathered when they are looked at."""
+    return model.params if model.placement is None else stored_views(model.params, model.placement)
+
+
 def build_program(
-    llm: Model, speculation: Speculation, *, dtype: jnp.dtype, num_slots: int = 1
+    llm: Model,
+    speculation: Speculation,
+    *,
+    dtype: jnp.dtype,
+    num_slots: int = 1,
+    mesh: Mesh | None = None,
+    memory: str = DEVICE,
 ) -> tuple[StepProgram, DecodeParams]:
     """The static step and its parameters; `tree="auto"` may measure passes first, once per machine.
 
@@ -153,56 +204,68 @@ def build_program(
       speculation: who proposes trees.
       dtype: of weights and caches.
       num_slots: requests side by side.
+      mesh: devices to run on; None: the default one.
+      memory: where the LLM's weights lie on a mesh.
 
     Raises:
+      ConfigError: the LLM was loaded for another mesh.
       SpeculationError: a tree does not parse or is too large, an SSM's vocabulary is not the LLM's, or the LLM has a
         reduced head.
     """
     if llm.config.output_vocab_size is not None:
         raise SpeculationError(f"{llm.location} has a reduced head; it can propose as an SSM, but not be the LLM")
     vocab_limit = min(llm.tokenizer.vocab_size, llm.config.vocab_size)  # what no tokenizer knows is padding
+    llm_config, llm_params = _laid_out(llm, mesh, memory)
+    on_mesh = {"splits_vocab": mesh is not None and mesh.shape[MODEL] > 1, "offloads": memory == HOST}
     if not speculation.enabled:
-        return StepProgram(llm.config, vocab_limit=vocab_limit), DecodeParams(llm.params)
+        return StepProgram(llm_config, vocab_limit=vocab_limit, **on_mesh), DecodeParams(llm_params)
     children, verification = exact_pair(speculation.children, speculation.verification)
     speculators: list[Speculator] = []
     params: list[Any] = []
-    if speculation.tree not in (None, AUTO, WIDE) and not speculation.ssms:
-        raise SpeculationError("a tree of children per level needs an SSM: give ssms=[...] as well")
     max_rows = CPU_MAX_ROWS if jax.devices()[0].platform == "cpu" else DEVICE_MAX_ROWS
-    ssms = _open_ssms(llm, speculation.ssms, dtype)
+    ssms = _open_ssms(llm, shipped_for(_stored_params(llm)) if speculation.ssms is None else speculation.ssms, dtype)
+    if speculation.tree not in (None, AUTO, WIDE) and not ssms:
+        raise SpeculationError("a tree of children per level needs an SSM: give ssms=[...] as well")
     for ssm in ssms:
         _check_vocabulary(llm, ssm)
-    shapes = _choose_shapes(llm, ssms, speculation.tree, num_slots=num_slots, max_rows=max_rows, dtype=dtype)
+    if mesh is not None and speculation.tree in (None, AUTO):
+        # What passes cost is measured on one device alone; where it is not known, take the most tokens per step.
+        speculation = dataclasses.replace(speculation, tree=WIDE)
+    shapes = _choose_shapes(llm, ssms, speculation, num_slots=num_slots, max_rows=max_rows, dtype=dtype)
     for number, (ssm, shape) in enumerate(zip(ssms, shapes, strict=True)):
         if shape is not None:
             name = "ssm" if len(ssms) == 1 else f"ssm{number + 1}"
             speculators.append(_ssm_speculator(llm, ssm, shape, children=children, number=number, name=name))
-            params.append(ssm.params)
+            params.append(ssm.params if mesh is None else replicate(_stored_params(ssm), mesh))
     has_none_left = not speculators and speculation.ngram is None  # all SSMs cost more than they would gain
     if speculation.uses_ngram or has_none_left:
-        speculators.append(NgramSpeculator())
+        is_wide = speculation.tree == WIDE and bool(speculators)
+        speculators.append(NgramSpeculator(branch_depths=WIDE_NGRAM) if is_wide else NgramSpeculator())
         params.append(())
+    # What streams takes as long whatever its rows; and of several processes none may go by its own clock.
+    adaptive = speculation.cuts_trees and memory == DEVICE and jax.process_count() == 1
     program = StepProgram(
-        llm.config, tuple(speculators), adaptive=speculation.cuts_trees, max_rows=max_rows,
-        verification=verification, vocab_limit=vocab_limit,
+        llm_config, tuple(speculators), adaptive=adaptive, max_rows=max_rows,
+        verification=verification, vocab_limit=vocab_limit, **on_mesh,
     )  # fmt: skip
     if program.buckets[-1] > MAX_TREE_NODES + 1:
         raise SpeculationError(
             f"the speculators together propose up to {program.num_rows - 1} nodes; at most {MAX_TREE_NODES} fit into "
             "one verified pass: use smaller trees or fewer speculators"
         )
-    return program, DecodeParams(llm.params, tuple(params))
+    return program, DecodeParams(llm_params, tuple(params))
 
 
 def _open_ssms(llm: Model, ssms: Sequence[Any], dtype: jnp.dtype) -> list[Model]:
     opened: dict[str, Model] = {llm.location: llm}
+    folders: dict[Path, SsmFolder] = {}
     result = []
     for ssm in ssms:
         if isinstance(ssm, Model):
             result.append(ssm)
         elif isinstance(ssm, str | Path):
             if str(ssm) not in opened:  # the same weights are never loaded twice
-                opened[str(ssm)] = open_ssm(ssm, llm, dtype=dtype)
+                opened[str(ssm)] = open_ssm(ssm, llm, dtype=dtype, opened=folders)
             result.append(opened[str(ssm)])
         else:
             raise SpeculationError(f"an SSM must be a model name, a path or a loaded Model, got {type(ssm).__name__}")
@@ -210,12 +273,12 @@ def _open_ssms(llm: Model, ssms: Sequence[Any], dtype: jnp.dtype) -> list[Model]
 
 
 def _choose_shapes(
-    llm: Model, ssms: Sequence[Model], tree: str | None, *, num_slots: int, max_rows: int, dtype: jnp.dtype
+    llm: Model, ssms: Sequence[Model], speculation: Speculation, *, num_slots: int, max_rows: int, dtype: jnp.dtype
 ) -> list[TreeShape | None]:
     """The tree of every SSM; None: it does not take part."""
-    rates = [ssm.acceptance for ssm in ssms]
+    rates, tree = [ssm.acceptance for ssm in ssms], speculation.tree
     if tree == WIDE:
-        return [*widest_trees(rates)]
+        return [*widest_trees(rates, max_nodes=WIDE_NODES - (sum(WIDE_NGRAM) if speculation.uses_ngram else 0))]
     if tree not in (None, AUTO):
         return [parse_expansion(tree)] * len(ssms)
     known = [m for m, own in enumerate(rates) if own is not None]
@@ -264,8 +327,11 @@ def _ssm_speculator(
     )
 
 
-def check_memory(program: StepProgram, *, num_slots: int, max_model_len: int, dtype: jnp.dtype) -> int:
-    """Bytes of all caches, refused before allocation if the device cannot hold them.
+def check_memory(
+    program: StepProgram, *, num_slots: int, max_model_len: int, dtype: jnp.dtype, num_pages: int | None = None,
+    mesh: Mesh | None = None,
+) -> int:  # fmt: skip
+    """Bytes of all caches, each of as many pages, refused before allocation if the device cannot hold them.
 
     Raises:
       ConfigError: says what is needed, what there is, and which settings to lower.
@@ -273,16 +339,17 @@ def check_memory(program: StepProgram, *, num_slots: int, max_model_len: int, dt
     configs = [program.llm, *(s.cached_model.config for s in program.speculators if s.cached_model is not None)]
     needed = sum(
         cache_bytes(
-            config, num_slots=num_slots, max_model_len=min(max_model_len, config.max_position),
-            page_size=PAGE_SIZE, itemsize=jnp.dtype(dtype).itemsize,
+            config, num_slots=num_slots, max_model_len=max_model_len, page_size=PAGE_SIZE,
+            itemsize=jnp.dtype(dtype).itemsize, num_pages=num_pages,
         )
+        // (cache_share(config, mesh) if config is program.llm else 1 if mesh is None else mesh.shape[DATA])
         for config in configs
     )  # fmt: skip
     available = _device_memory()
     if available is not None and needed > available:
         raise ConfigError(
             f"the caches need {needed / 2**30:.1f} GiB and the device has {available / 2**30:.1f} GiB; "
-            f"lower max_model_len ({max_model_len}) or max_num_seqs ({num_slots})"
+            f"lower max_model_len ({max_model_len}) or max_num_seqs ({num_slots}), or give fewer cache_tokens"
         )
     return needed
 

@@ -10,7 +10,6 @@ together in that thread too, and handed to the event loop that asked.
 
 import asyncio
 import dataclasses
-import heapq
 import itertools
 import os
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 
 from specinfer_jax.assemble import Model
 from specinfer_jax.completion import Completion
-from specinfer_jax.config import DEFAULT_MODEL, Speculation
+from specinfer_jax.config import DEFAULT_MODEL, ONE_DEVICE, Speculation
 from specinfer_jax.errors import ConfigError
 from specinfer_jax.llm import LLM
 from specinfer_jax.outputs import StreamOutput
@@ -62,32 +61,32 @@ class _Ticket:
 
 
 class _Desk:
-    """The engine's inbox: a queue with priorities, cancellations, and the end. All methods are thread-safe."""
+    """The engine's inbox: what is new, cancellations, and the end. All methods are thread-safe."""
 
     survives_faults = True
 
-    def __init__(self, max_queue: int, on_step: Callable[[float], None]) -> None:
-        self._on_step = on_step
+    def __init__(self, max_queue: int, on_step: Callable[[float], None], num_waiting: Callable[[], int]) -> None:
+        """`num_waiting`: requests that wait for a slot in the engine."""
+        self._on_step, self._num_waiting = on_step, num_waiting
         self._step_began: float | None = None
         self._changed = threading.Condition()
         self._max_queue, self._numbers = max_queue, itertools.count()
-        self._queue: list[tuple[int, int]] = []
+        self._new: list[int] = []
         self._cancelled: set[int] = set()
         self._is_closed = False
         self.tickets: dict[int, _Ticket] = {}
         """Everything that has not ended, by index."""
 
-    def add(self, tickets: Sequence[_Ticket], priority: int) -> list[int]:
+    def add(self, tickets: Sequence[_Ticket]) -> list[int]:
         """Queue all tickets, or none."""
         with self._changed:
             if self._is_closed:
                 raise EngineDeadError("the engine takes no more requests")
-            if len(self._queue) + len(tickets) > self._max_queue:
-                raise QueueFullError(f"the queue holds {len(self._queue)} of {self._max_queue} requests")
+            if self.queued + len(tickets) > self._max_queue:
+                raise QueueFullError(f"the queue holds {self.queued} of {self._max_queue} requests")
             indices = [next(self._numbers) for _ in tickets]
             self.tickets.update(zip(indices, tickets, strict=True))
-            for index in indices:
-                heapq.heappush(self._queue, (priority, index))
+            self._new += indices
             self._changed.notify_all()
             return indices
 
@@ -95,9 +94,8 @@ class _Desk:
         """Give requests up; those that have ended are left alone."""
         with self._changed:
             gone = {index for index in indices if self.tickets.pop(index, None) is not None}
-            self._cancelled |= gone - {index for _, index in self._queue}
-            self._queue = [entry for entry in self._queue if entry[1] not in gone]
-            heapq.heapify(self._queue)
+            self._cancelled |= gone - set(self._new)
+            self._new = [index for index in self._new if index not in gone]
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -106,17 +104,17 @@ class _Desk:
             self._is_closed = True
             self._changed.notify_all()
 
-    def take(self, *, free_slots: int, is_idle: bool) -> News | None:
+    def take(self, *, is_idle: bool) -> News | None:
         """As `Inbox.take`; between two calls while requests are under way lies one step."""
         if self._step_began is not None:
             self._on_step(time.perf_counter() - self._step_began)
             self._step_began = None
         with self._changed:
-            while is_idle and not (self._queue or self._is_closed):
+            while is_idle and not (self._new or self._is_closed):
                 self._changed.wait()
-            if is_idle and not self._queue and self._is_closed:
+            if is_idle and not self._new and self._is_closed:
                 return None
-            taken = [heapq.heappop(self._queue)[1] for _ in range(min(free_slots, len(self._queue)))]
+            taken, self._new = self._new, []
             cancelled, self._cancelled = frozenset(self._cancelled), set()
             self._step_began = time.perf_counter() if taken or not is_idle else None
             return News([(index, self.tickets[index].request) for index in taken], cancelled)
@@ -124,7 +122,7 @@ class _Desk:
     @property
     def queued(self) -> int:
         """Requests that wait for a slot."""
-        return len(self._queue)
+        return len(self._new) + self._num_waiting()
 
 
 class AsyncLLM:
@@ -133,23 +131,29 @@ class AsyncLLM:
     def __init__(
         self, model: str | os.PathLike[str] | Model = DEFAULT_MODEL, *, speculation: Speculation | None = None,
         dtype: str = "auto", max_model_len: int | None = None, max_num_seqs: int | None = None, max_queue: int = 1024,
+        cache_tokens: int | None = None, shares_prefixes: bool = True, prefill_tokens: int | None = None,
+        mesh: str = ONE_DEVICE, offload: str = "none",
     ) -> None:  # fmt: skip
         """Load, compile and measure, as `LLM`; then start the thread that owns the device.
 
         Args:
-          model, speculation, dtype, max_model_len, max_num_seqs: as for `LLM`.
+          model, speculation, dtype, max_model_len, max_num_seqs, cache_tokens, shares_prefixes, prefill_tokens,
+            mesh, offload: as for `LLM`.
           max_queue: most requests that wait; more are refused.
         """
         if max_queue < 1:
             raise ConfigError(f"max_queue must be at least 1, got {max_queue}")
         self._llm = LLM(
-            model, speculation=speculation, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs
-        )
+            model, speculation=speculation, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+            cache_tokens=cache_tokens, shares_prefixes=shares_prefixes, prefill_tokens=prefill_tokens, mesh=mesh,
+            offload=offload,
+        )  # fmt: skip
         self.model_name = self._llm.model.location
         self.max_model_len = self._llm.max_model_len
         self.tokenizer: Tokenizer = self._llm.tokenizer
         self._figures = _Figures()
-        self._desk = _Desk(max_queue, self._figures.step)
+        manager = self._llm.engine.manager
+        self._desk = _Desk(max_queue, self._figures.step, lambda: manager.num_waiting)
         self._thread = threading.Thread(target=self._serve, name="specinfer engine", daemon=True)
         self._thread.start()
 
@@ -169,20 +173,14 @@ class AsyncLLM:
         self, prompt_ids: list[int], params: SamplingParams, *, request_id: str, priority: int = 0,
         timeout: float | None = None, speculation: RequestSpeculation | None = None,
     ) -> AsyncIterator[StreamOutput]:  # fmt: skip
-        """Continue a prompt, piece by piece; as `AsyncEngine.generate`.
-
-        Raises:
-          ConfigError: `speculation` asks for anything but the engine's own.
-        """
-        if speculation is not None and speculation != RequestSpeculation():
-            raise ConfigError("this engine speculates in the same way for all requests; leave speculation out")
+        """Continue a prompt, piece by piece; as `AsyncEngine.generate`."""
         prompt_ids = self._llm.check_prompt(prompt_ids)
-        jobs = self._llm.jobs(prompt_ids, params)
+        jobs = self._llm.jobs(prompt_ids, params, speculation=speculation, priority=priority)
         for job in jobs:
             self._llm.engine.check(job.request)
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue()
         tickets = [_Ticket(job.request, job.completion, pieces, loop) for job in jobs]
-        indices = self._desk.add(tickets, priority)
+        indices = self._desk.add(tickets)
         self._figures.prompt_tokens += len(prompt_ids)
         unfinished = len(tickets)
         deadline = None if timeout is None else loop.time() + timeout
@@ -204,10 +202,11 @@ class AsyncLLM:
 
     def snapshot(self) -> EngineSnapshot:
         """Counters and gauges."""
-        queued, open_requests = self._desk.queued, len(self._desk.tickets)
+        open_requests, manager = len(self._desk.tickets), self._llm.engine.manager
+        queued = min(self._desk.queued, open_requests)
         return self._figures.snapshot(
-            is_alive=self._thread.is_alive(), queued=queued, running=max(0, open_requests - queued),
-            slots=self._llm.engine.num_slots,
+            is_alive=self._thread.is_alive(), queued=queued, running=open_requests - queued, slots=manager.num_slots,
+            pages_used=manager.pages_used, pages_total=manager.num_pages, preemptions=manager.preemptions,
         )  # fmt: skip
 
     async def drain(self, timeout: float | None) -> None:
@@ -237,6 +236,8 @@ class AsyncLLM:
         ticket = self._desk.tickets.get(progress.index)
         if ticket is None:
             return  # cancelled while the step ran
+        if progress.stats is not None and ticket.request.sample == 0:  # the prompt counts once, whatever n is
+            self._figures.cached_prompt_tokens += progress.stats.cached_tokens
         piece = ticket.completion.add(progress)
         if piece.finish_reason is not None:
             self._desk.tickets.pop(progress.index, None)
@@ -247,7 +248,8 @@ class _Figures:
     """Counters since the start; written by the engine's thread, read by any."""
 
     def __init__(self) -> None:
-        self.prompt_tokens = self.generated_tokens = self.cancelled = self.failed = self.steps = 0
+        self.prompt_tokens = self.cached_prompt_tokens = self.generated_tokens = 0
+        self.cancelled = self.failed = self.steps = 0
         self._proposed, self._accepted = Counter[int](), Counter[int]()
         self._proposed_by, self._accepted_by = Counter[str](), Counter[str]()
         self._step_counts = [0] * (len(STEP_BOUNDS) + 1)
@@ -279,7 +281,8 @@ class _Figures:
 
         return EngineSnapshot(
             **gauges, steps=self.steps, step_seconds=Buckets(STEP_BOUNDS, tuple(self._step_counts), self._step_total),
-            prompt_tokens=self.prompt_tokens, generated_tokens=self.generated_tokens, cancelled=self.cancelled,
+            prompt_tokens=self.prompt_tokens, cached_prompt_tokens=self.cached_prompt_tokens,
+            generated_tokens=self.generated_tokens, cancelled=self.cancelled,
             failed=self.failed, proposed_by_position=by_position(self._proposed),
             accepted_by_position=by_position(self._accepted), proposed_by_speculator=dict(self._proposed_by),
             accepted_by_speculator=dict(self._accepted_by),

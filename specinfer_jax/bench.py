@@ -9,8 +9,9 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from specinfer_jax.bench_contenders import MAX_CHAIN_DEPTH, Contender, Mode, make_contenders
 from specinfer_jax.config import SamplingParams, Speculation
 from specinfer_jax.errors import ConfigError, PromptError
 from specinfer_jax.metrics import RequestStats, total
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     from specinfer_jax.assemble import Model
     from specinfer_jax.serving.engine import Engine
 
-Mode = Literal["incremental", "sequence", "tree"]
+_TRIAL_PROMPTS = 4
+"""First prompts, on which the depth of an SSM's chain is chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +87,6 @@ class BenchResult:
         return {"rows": [vars(row) for row in self.rows], "differences": differences, "settings": self.settings}
 
 
-class _Contender(NamedTuple):
-    mode: Mode
-    engine: "Engine"
-
-
 class _Block(NamedTuple):
     """Prompts that are decoded side by side; all of one category."""
 
@@ -111,11 +108,12 @@ def run_bench(
     model: "Model", prompts: Sequence[PromptEntry], *, speculation: Speculation, max_tokens: int | None = 64,
     temperature: float | int = 0.0, repeats: int = 3, chat: bool | None = None, by_category: bool = False,
     dtype: str = "auto", max_model_len: int | None = None, max_num_seqs: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, all: None,
+    max_chain_depth: int = MAX_CHAIN_DEPTH, on_progress: Callable[[int, int], None] = lambda done, all: None,
 ) -> BenchResult:  # fmt: skip
     """Decode every prompt in every mode, the modes in turn, prompt by prompt.
 
-    Sequence speculation gets the same speculators one child wide; of several, the chain that turned out fastest.
+    Sequence speculation gets the same speculators one child wide, an SSM's chain at the depth that is fastest on the
+    first prompts; of several speculators, the chain that turned out fastest.
     Weights are shared by all modes; compilation and a first pass come before the clock starts.
 
     Args:
@@ -129,12 +127,15 @@ def run_bench(
       chat: wrap prompts as user messages; None: if the model has a chat template.
       by_category: rows for every category too.
       dtype, max_model_len, max_num_seqs: as for `LLM`.
+      max_chain_depth: longest chain of an SSM that is tried.
       on_progress: called with the number of answers so far and in all.
 
     Raises:
       ConfigError: nothing to compare, or no repeats.
       PromptError: a prompt is empty or too long.
     """
+    from specinfer_jax.assemble import choose_max_model_len
+
     if not speculation.enabled:
         raise ConfigError("the benchmark compares with speculation; do not switch it off")
     if repeats < 1:
@@ -142,13 +143,22 @@ def run_bench(
     chat = model.tokenizer.chat_template is not None if chat is None else chat
     sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     encoded = [_encode(model, entry.prompt, chat) for entry in prompts]
-    contenders = _contenders(model, speculation, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
-    engine = contenders[0].engine
+    longest = choose_max_model_len(model.config, max_model_len)
     for number, ids in enumerate(encoded, 1):
-        if not 0 < len(ids) < engine.max_model_len:
+        if not 0 < len(ids) < longest:
             raise PromptError(
-                f"prompt {number} has {len(ids)} tokens; it must have at least 1 and at most {engine.max_model_len - 1}"
+                f"prompt {number} has {len(ids)} tokens; it must have at least 1 and at most {longest - 1}"
             )
+
+    def trial(engine: "Engine") -> float:
+        blocks = _blocks(prompts[:_TRIAL_PROMPTS], engine.num_slots, by_category=False)
+        return sum(_measure(engine, model, block, encoded, sampling).decode_seconds for block in blocks)
+
+    contenders = make_contenders(
+        model, speculation, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        max_chain_depth=max_chain_depth, seconds=trial,
+    )  # fmt: skip
+    engine = contenders[0].engine
     blocks = _blocks(prompts, engine.num_slots, by_category)
     measured: list[list[list[_Measured]]] = [[[] for _ in range(repeats)] for _ in contenders]
     done, everything = 0, repeats * len(contenders) * len(prompts)
@@ -164,7 +174,8 @@ def run_bench(
         "model": model.location, "chat": chat, "max_tokens": max_tokens, "repeats": repeats,
         "prompts": len(prompts), "max_num_seqs": engine.num_slots, "max_model_len": engine.max_model_len,
         "tree": speculation.tree, "temperature": sampling.temperature,
-        "ssms": [getattr(ssm, "location", str(ssm)) for ssm in speculation.ssms], **_device_settings(),
+        "ssms": "default" if speculation.ssms is None else [getattr(s, "location", str(s)) for s in speculation.ssms],
+        **_device_settings(),
     }  # fmt: skip
     has_equal_ids = sampling.is_greedy or not contenders[-1].engine.program.keeps_draws
     return _result(contenders, measured, settings, by_category, has_equal_ids)
@@ -174,41 +185,6 @@ def _encode(model: "Model", prompt: str, chat: bool) -> list[int]:
     if chat:
         return model.tokenizer.encode_chat([{"role": "user", "content": prompt}])
     return model.tokenizer.encode(prompt)
-
-
-def _contenders(
-    model: "Model", speculation: Speculation, *, dtype: str, max_model_len: int | None, max_num_seqs: int | None
-) -> list[_Contender]:
-    """Engines, compiled and warm, incremental decoding first."""
-    from specinfer_jax.assemble import PAGE_SIZE
-    from specinfer_jax.llm import LLM
-    from specinfer_jax.serving.engine import Engine
-    from specinfer_jax.speculation.ngram import NgramSpeculator
-    from specinfer_jax.speculation.ssm import SsmSpeculator
-    from specinfer_jax.speculation.state import DecodeParams
-    from specinfer_jax.tree.expand import Expansion
-
-    plain, trees = (
-        LLM(model, speculation=s, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs)
-        for s in (Speculation.off(), speculation)
-    )
-    contenders = [_Contender("incremental", plain.engine)]
-    params, program = trees.engine.params, trees.engine.program
-    for speculator, speculator_params in zip(program.speculators, params.speculators, strict=True):
-        if isinstance(speculator, SsmSpeculator):
-            chain = dataclasses.replace(speculator, expansion=Expansion((1,) * speculator.depth))
-        elif isinstance(speculator, NgramSpeculator):
-            chain = dataclasses.replace(speculator, branch_depths=speculator.branch_depths[:1])
-        else:
-            raise ConfigError(f"the benchmark knows no chain of a {type(speculator).__name__}")
-        engine = Engine(
-            DecodeParams(params.llm, (speculator_params,)), dataclasses.replace(program, speculators=(chain,)),
-            num_slots=plain.engine.num_slots, max_model_len=plain.max_model_len, page_size=PAGE_SIZE,
-            dtype=plain.dtype,
-        )  # fmt: skip
-        engine.warm_up()
-        contenders.append(_Contender("sequence", engine))
-    return [*contenders, _Contender("tree", trees.engine)]
 
 
 def _blocks(prompts: Sequence[PromptEntry], size: int, by_category: bool) -> list[_Block]:
@@ -243,7 +219,7 @@ def _measure(
 
 
 def _result(
-    contenders: Sequence[_Contender], measured: Sequence[Sequence[Sequence[_Measured]]], settings: dict[str, Any],
+    contenders: Sequence[Contender], measured: Sequence[Sequence[Sequence[_Measured]]], settings: dict[str, Any],
     by_category: bool, has_equal_ids: bool = True,
 ) -> BenchResult:  # fmt: skip
     def seconds(c: int) -> float:
@@ -270,7 +246,7 @@ def _of_category(repeats: Sequence[Sequence[_Measured]], category: str | None) -
 
 
 def _row(
-    contender: _Contender, mine: Sequence[Sequence[_Measured]], plain: Sequence[Sequence[_Measured]],
+    contender: Contender, mine: Sequence[Sequence[_Measured]], plain: Sequence[Sequence[_Measured]],
     category: str | None,
 ) -> BenchRow:  # fmt: skip
     def rate(repeat: Iterable[_Measured]) -> float:

@@ -26,21 +26,24 @@ AUTO, WIDE = "auto", "wide"
 DEFAULT_TREE = "1,1,3,1,1"
 """What `AUTO` takes for SSMs whose acceptance nobody measured."""
 
+ONE_DEVICE = "data=1,model=1"
+OFFLOADS = ("none", "host")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
 class Speculation:
-    """Which speculators propose trees. Without arguments: the n-gram tree."""
+    """Which speculators propose trees. Without arguments: SSMs that ship for the LLM, if any, and the n-gram tree."""
 
-    ssms: Sequence[Any] = ()
-    """Small speculative models: names, folders, .gguf files, hub ids or loaded models; same vocabulary as the LLM."""
+    ssms: Sequence[Any] | None = None
+    """Small speculative models: names, folders, .gguf files, hub ids or loaded models; same vocabulary as the LLM.
+    None: those that ship for the LLM (specinfer_jax/ssms); (): none."""
     tree: str | None = None
     """Tree of each SSM. "auto", or None: the SSM and the shape with the most tokens per second here, or none at all.
     "wide": the most tokens per step within 32 speculated nodes, always verified whole. "1,1,3,1,1": children per node
     and level. "2/2,1/1,0,1": children of every node, level by level."""
     ngram: bool | None = None
-    """Propose what followed earlier occurrences of the last tokens; None: if there is no SSM."""
+    """Propose what followed earlier occurrences of the last tokens; None: unless `ssms` names SSMs."""
     children: str | None = None
     """How an SSM's children are chosen at a temperature: "top_k", "iid" or "without_replacement"; None picks."""
     verification: str | None = None
@@ -55,7 +58,8 @@ class Speculation:
     def __post_init__(self) -> None:
         if isinstance(self.ssms, str | Path):
             raise ConfigError(f"ssms must be a list of models, got {self.ssms!r}; write [{str(self.ssms)!r}]")
-        object.__setattr__(self, "ssms", tuple(self.ssms))
+        if self.ssms is not None:
+            object.__setattr__(self, "ssms", tuple(self.ssms))
         if self.tree is not None and not isinstance(self.tree, str):
             raise ConfigError(f'tree must be a string such as "1,1,3,1,1", got {self.tree!r}')
         exact_pair(self.children, self.verification)
@@ -92,21 +96,33 @@ class LLMConfig:
     """Speculators."""
     sampling: SamplingParams = GREEDY
     """Of the command line's requests, which are greedy unless a temperature is set; `LLM` takes its own per call."""
-    mesh: str = "data=1,model=1"
-    """Devices by axis; this version runs on one device and refuses more."""
+    mesh: str = ONE_DEVICE
+    """Devices by axis: "data" groups decode requests of their own, "model" devices share the LLM."""
+    offload: str = "none"
+    """"host": the LLM's weights lie in host memory and are streamed through the device layer by layer."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        axes = re.fullmatch(r"data=(\d+),model=(\d+)", self.mesh)
-        if axes is None:
-            raise ConfigError(f'mesh must look like "data=1,model=1", got {self.mesh!r}')
-        if axes.groups() != ("1", "1"):
-            raise ConfigError(f"mesh {self.mesh!r} asks for several devices; this version runs on one")
+        mesh_shape(self.mesh)
+        if self.offload not in OFFLOADS:
+            raise ConfigError(f"offload must be one of {', '.join(OFFLOADS)}, got {self.offload!r}")
         for name in ("max_model_len", "max_num_seqs"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
+
+
+def mesh_shape(text: str) -> tuple[int, int]:
+    """(data, model) of a mesh written as in `LLMConfig.mesh`.
+
+    Raises:
+      ConfigError: it is written otherwise.
+    """
+    axes = re.fullmatch(r"data=([1-9]\d*),model=([1-9]\d*)", text) if isinstance(text, str) else None
+    if axes is None:
+        raise ConfigError(f'mesh must look like "data=1,model=8", got {text!r}')
+    return int(axes[1]), int(axes[2])
 
 
 def load_config(path: str | Path, *, base: LLMConfig = LLMConfig()) -> LLMConfig:

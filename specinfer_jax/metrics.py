@@ -29,6 +29,8 @@ class RequestStats:
     """Wall time of the prompt."""
     decode_seconds: float
     """Wall time from the end of prefill to the last token."""
+    cached_tokens: int = 0
+    """Prompt tokens that a shared prefix spared the LLM."""
 
     @property
     def tokens_per_step(self) -> float | None:
@@ -68,4 +70,5 @@ def total(stats: Sequence[RequestStats]) -> RequestStats:
         accepted_by_speculator=add_maps([s.accepted_by_speculator for s in stats]),
         prefill_seconds=sum(s.prefill_seconds for s in stats),
         decode_seconds=sum(s.decode_seconds for s in stats),
+        cached_tokens=sum(s.cached_tokens for s in stats),
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -72,14 +72,14 @@ def with_params(engine: Engine, *params: object) -> Engine:
 def make_engine(
     speculators: Sequence[Speculator] = (), params: Sequence[object] = (), *, config: ModelConfig = LLAMA,
     adaptive: bool = False, num_slots: int = 1, max_model_len: int = 64, warm: bool = False,
-    verification: str = NAIVE, vocab_limit: int | None = None,
+    verification: str = NAIVE, vocab_limit: int | None = None, **pages: Any,
 ) -> Engine:  # fmt: skip
     program = StepProgram(
         config, tuple(speculators), adaptive=adaptive, max_rows=16, verification=verification, vocab_limit=vocab_limit
     )
     engine = Engine(
         DecodeParams(params_of(config), tuple(params)), program,
-        num_slots=num_slots, max_model_len=max_model_len, page_size=8, dtype=jnp.float32,
+        num_slots=num_slots, max_model_len=max_model_len, page_size=8, dtype=jnp.float32, **pages,
     )  # fmt: skip
     if warm:
         engine.warm_up()

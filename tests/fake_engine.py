@@ -12,6 +12,7 @@ from specinfer_jax.serving.request import EngineRequest, Progress
 STATS = RequestStats(
     tokens=2, steps=1, steps_by_rows={1: 1}, proposed_by_position=[1], accepted_by_position=[1],
     proposed_by_speculator={"ngram": 1}, accepted_by_speculator={"ngram": 1}, prefill_seconds=0.5, decode_seconds=0.25,
+    cached_tokens=2,
 )  # fmt: skip
 """Of every request."""
 NUM_TOP = 5

@@ -12,7 +12,7 @@ import tiny_model
 from specinfer_jax import LLM, SamplingParams, Speculation
 from specinfer_jax.assemble import open_model
 from specinfer_jax.async_llm import AsyncLLM
-from specinfer_jax.errors import ConfigError, PromptError, SamplingError
+from specinfer_jax.errors import PromptError, SamplingError, SpeculationError
 from specinfer_jax.serving.async_protocol import (
     AsyncEngine,
     EngineDeadError,
@@ -101,8 +101,10 @@ def test_refusals(llm: AsyncLLM) -> None:
         run(collect(llm, [5], SamplingParams(logit_bias={99_999: 1.0})))
     with pytest.raises(QueueFullError, match="0 of 6"):
         run(collect(llm, [5], SamplingParams(n=7, seed=0)))
-    with pytest.raises(ConfigError, match="same way for all"):
-        run(collect(llm, [5], params, speculation=RequestSpeculation(enabled=False)))
+    with pytest.raises(SpeculationError, match="no speculator 'ssm'; this LLM has ngram"):
+        run(collect(llm, [5], params, speculation=RequestSpeculation(ssms=("ssm",))))
+    with pytest.raises(SpeculationError, match="needs an SSM"):
+        run(collect(llm, [5], params, speculation=RequestSpeculation(tree="1,1")))
     with pytest.raises(RequestTimeoutError, match="took more than 0"):
         run(collect(llm, [5], params, timeout=0.0))
     assert llm.snapshot().running == 0

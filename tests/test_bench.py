@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 from specinfer_jax import bench, cli
 from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.bench import BenchDifference, BenchResult, run_bench
+from specinfer_jax.bench_contenders import Contender, make_contenders
 from specinfer_jax.config import Speculation
 from specinfer_jax.errors import ConfigError, PromptError
 from specinfer_jax.metrics import RequestStats
 from specinfer_jax.prompts import PromptEntry, read_prompts
+from specinfer_jax.serving.engine import Engine
 from specinfer_jax.speculation.ngram import NgramSpeculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
 
@@ -43,7 +45,8 @@ def result(model: Model, progress: list[tuple[int, int]]) -> BenchResult:
     """The SSM is the LLM: every first child is accepted."""
     return run_bench(
         model, PROMPTS, speculation=Speculation(ssms=(model,), tree="1,2", adaptive=False), max_tokens=TOKENS,
-        repeats=REPEATS, by_category=True, on_progress=lambda done, everything: progress.append((done, everything)),
+        repeats=REPEATS, by_category=True, max_chain_depth=2,
+        on_progress=lambda done, everything: progress.append((done, everything)),
     )  # fmt: skip
 
 
@@ -88,16 +91,27 @@ def test_progress_and_settings(result: BenchResult, progress: list[tuple[int, in
     assert json.loads(json.dumps(result.as_dict()))["rows"][2]["mode"] == "tree"
 
 
-def test_sequences_are_chains_of_the_same_speculators(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_are_the_fastest_chains_of_the_same_speculators(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("specinfer_jax.serving.engine.Engine.warm_up", lambda engine: None)
-    speculation = Speculation(ssms=(model,), tree="1,2,3", ngram=True)
-    found = bench._contenders(model, speculation, dtype="float32", max_model_len=None, max_num_seqs=None)
+    tried = []
+
+    def seconds(engine: Engine) -> float:
+        tried.append(engine.program.speculators[0].depth)
+        return {1: 3.0, 2: 1.0}.get(tried[-1], 2.0)
+
+    found = make_contenders(
+        model, Speculation(ssms=(model,), tree="1,2,3", ngram=True), dtype="float32", max_model_len=None,
+        max_num_seqs=None, max_chain_depth=4, seconds=seconds,
+    )  # fmt: skip
     assert [contender.mode for contender in found] == ["incremental", "sequence", "sequence", "tree"]
     programs = [contender.engine.program for contender in found]
     ssm, ngram = programs[1].speculators[0], programs[2].speculators[0]
     assert isinstance(ssm, SsmSpeculator)
     assert isinstance(ngram, NgramSpeculator)
-    assert str(ssm.expansion) == "<1,1,1>"
+    assert tried == [1, 2, 3, 4, ngram.depth]
+    assert str(ssm.expansion) == "<1,1>"
     assert (ngram.num_nodes, ngram.depth) == (ngram.depth, NgramSpeculator().depth)  # one branch
     assert [len(program.speculators) for program in programs] == [0, 1, 1, 2]
     weights = [contender.engine.params.llm for contender in found]
@@ -122,8 +136,8 @@ def test_the_fastest_chain_is_shown_and_ratios_are_taken_repeat_by_repeat(model:
             self.program = self
             self.speculators = [type("Named", (), {"name": name})() for name in names]
 
-    def contender(mode: str, *names: str) -> bench._Contender:
-        return bench._Contender._make((mode, Fake(*names)))
+    def contender(mode: str, *names: str) -> Contender:
+        return Contender._make((mode, Fake(*names)))
 
     contenders = [contender("incremental"), contender("sequence", "slow"), contender("sequence", "fast")]
     contenders.append(contender("tree", "slow", "fast"))

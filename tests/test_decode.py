@@ -22,6 +22,7 @@ from decode_cases import (
 )
 
 from specinfer_jax.serving.engine import EngineRequest
+from specinfer_jax.speculation.gate import StepCosts
 from specinfer_jax.speculation.ngram import NgramSpeculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
 from specinfer_jax.tree.expand import parse_expansion
@@ -232,6 +233,28 @@ def test_a_repeating_text_is_accepted_in_long_runs() -> None:
     assert max(rows for rows, steps in result.stats.steps_by_rows.items() if steps) == 16
 
 
+def test_an_ssm_is_drafted_only_where_ngrams_do_not_offer_more() -> None:
+    params = params_of(LLAMA)
+    silent = {
+        name: jax.tree.map(jnp.zeros_like, value) if name.startswith("layers") else value
+        for name, value in params.items()
+    }
+    ssm, _ = self_draft("1,1")
+    engine = make_engine((ssm, NgramSpeculator()), [silent, ()], max_model_len=200, adaptive=True)
+    rows = len(engine.program.buckets)
+    drafting_pays = StepCosts(jnp.linspace(1.0, 1.1, rows, dtype=jnp.float32), jnp.asarray([0.4, 0.0]))
+    engine._costs = drafting_pays
+    engine.params = engine.params._replace(llm=silent)
+    [circle] = run(engine, [PROMPT], max_tokens=150)
+    # At first nothing repeats; once the text goes round in a circle n-grams alone hold ten tokens and more.
+    assert 0 < circle.stats.proposed_by_speculator["ssm"] < circle.stats.steps
+    assert circle.stats.tokens_per_step > 4
+    engine.params = engine.params._replace(llm=params, speculators=(params, ()))
+    [varied] = run(engine, [PROMPT], max_tokens=30)
+    assert varied.ids == greedy(PROMPT, max_tokens=30)
+    assert varied.stats.proposed_by_speculator["ssm"] >= varied.stats.steps
+
+
 def test_statistics_add_up() -> None:
     # case B081
     speculator, params = self_draft("1,1,1")
@@ -250,12 +273,13 @@ def test_statistics_add_up() -> None:
 
 
 def test_an_idle_slot_writes_nothing() -> None:
-    # case B019: request B reuses nothing of A; the idle slot's pages stay as they were
+    # case B019: what nobody holds is poisoned first; a request writes its own pages alone, and reads no others
     engine = make_engine([NgramSpeculator()], [()], num_slots=2)
     run(engine, [PROMPT, [9, 8, 7]], max_tokens=5)
-    state = engine._state
-    pages = np.asarray(state.cache.block_table)[1]
-    before = np.asarray(state.cache.k_pages[0])[:, pages].copy()
-    run(engine, [[1, 2, 3, 4]], max_tokens=20)
-    after = np.asarray(engine._state.cache.k_pages[0])[:, pages]
-    np.testing.assert_array_equal(after, before)
+    cache = engine._state.cache
+    poisoned = [jnp.full_like(pages, jnp.nan) for pages in cache.k_pages]
+    engine._state = engine._state._replace(cache=cache._replace(k_pages=tuple(poisoned)))
+    prompt = [1, 2, 3, 4]
+    assert run(engine, [prompt], max_tokens=20)[0].ids == greedy(prompt, max_tokens=20)
+    written_P = np.isfinite(np.asarray(engine._state.cache.k_pages[0])).any(axis=(0, 2, 3))
+    assert written_P.sum() == -(-(len(prompt) + 20 - 1) // 8)

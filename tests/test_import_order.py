@@ -11,23 +11,27 @@ from source_tree import PACKAGES, ROOT, imports, loaded_with, modules, parsed
 # Lowest first; a module may import its own tier and those below. The longest matching prefix decides.
 TIERS = (
     (
-        "errors", "notation", "config", "metrics", "outputs", "prompts", "serving.request_manager", "models.config",
+        "errors", "notation", "config", "metrics", "outputs", "prompts", "serving.request_manager", "serving.schedule",
+        "serving.pages", "serving.request_speculation", "models.config",
         "ssms", "speculation.rules", "sampling_params",
     ),
-    ("pallas_kernels", "tree", "parallel.sharding"),
+    ("pallas_kernels", "tree", "parallel.sharding", "parallel.weights"),
     ("speculation.sampling", "speculation.randomness", "speculation.verifier", "speculation.mss", "models.kv_cache"),
     ("models",),
-    ("speculation", "parallel.offload"),
+    ("speculation", "parallel.offload", "parallel.placement"),
     ("checkpoint", "tokenizer", "chat_template", "detokenizer", "parallel.multihost"),
-    ("serving.engine", "serving.request", "serving.inbox"),
+    ("serving.engine", "serving.device", "serving.progress", "serving.request", "serving.inbox"),
     (
-        "llm", "assemble", "completion", "vocabulary", "compile_cache", "bench", "visualize", "trace",
-        "serving.async_protocol",
+        "llm", "assemble", "completion", "progress_bar", "vocabulary", "compile_cache", "bench", "visualize", "trace",
+        "bench_contenders", "serving.async_protocol",
     ),
     ("serving.openai_api", "serving.openai", "async_llm", "cli"),
     ("train", "benchmarks"),
 )  # fmt: skip
-FREE_OF_JAX = ("config", "errors", "metrics", "outputs", "prompts", "serving.request_manager", "cli")
+FREE_OF_JAX = (
+    "config", "errors", "metrics", "outputs", "prompts", "serving.request_manager", "serving.schedule", "serving.pages",
+    "serving.request_speculation", "cli",
+)  # fmt: skip
 FACADE = "specinfer_jax"
 """Hands out LLM and Model when they are asked for, so it alone reaches upwards, inside a function."""
 EMPTY_PACKAGES = {"specinfer_jax.serving", "specinfer_jax.parallel"}

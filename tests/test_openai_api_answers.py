@@ -42,6 +42,7 @@ def test_chat_whole(client: Client) -> None:
     assert usage["completion_tokens_details"] == {
         "accepted_prediction_tokens": 1, "rejected_prediction_tokens": 0, "reasoning_tokens": 0, "audio_tokens": 0,
     }  # fmt: skip
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2, "audio_tokens": 0}
     assert usage["tokens_per_step"] == 2.0
 
 
@@ -65,6 +66,7 @@ def test_prompts_of_every_kind(client: Client, prompt: Any, expected: list) -> N
     assert [asked.prompt_ids for asked in client.engine.asked] == ids
     assert len({asked.request_id for asked in client.engine.asked}) == len(ids)
     assert body["usage"]["prompt_tokens"] == sum(map(len, ids))
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] == 2 * len(ids), "once a prompt, whatever n is"
     assert body["usage"]["completion_tokens"] == 2 * 2 * len(ids)
 
 

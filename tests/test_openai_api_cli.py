@@ -28,7 +28,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     monkeypatch.setattr(server, "serve", serve)
     monkeypatch.setattr(COMMAND, "open_model", lambda config: None)
-    monkeypatch.setattr(COMMAND, "_build_engine", lambda config, model: config)
+
+    def build(config: Any, model: Any, **options: Any) -> Any:
+        seen.update(options)
+        return config
+
+    monkeypatch.setattr(COMMAND, "_build_engine", build)
     return seen
 
 
@@ -42,13 +47,15 @@ def test_defaults(served: dict[str, Any]) -> None:
         served["settings"] == ServerSettings(model_names=("smollm2-135m-instruct",)) and served["log_level"] == "info"
     )
     assert served["config"].model == "smollm2-135m-instruct"
+    assert (served["max_queue"], served["cache_tokens"]) == (1024, None)
 
 
 def test_every_option(served: dict[str, Any]) -> None:
     result = run(
         "some/model", "--served-model-name", "a", "--served-model-name", "b", "--request-timeout", "0.5",
         "--drain-timeout", "0", "--log-prompts", "--log-level", "warning", "--api-key", "k1", "--api-key", "k2",
-        "--max-body-mib", "0.5", "--allowed-origin", "*", "--max-tokens", "7", "--no-speculation",
+        "--max-body-mib", "0.5", "--allowed-origin", "*", "--max-tokens", "7", "--no-speculation", "--max-queue", "5",
+        "--cache-tokens", "9000",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert served["settings"] == ServerSettings(
@@ -56,6 +63,7 @@ def test_every_option(served: dict[str, Any]) -> None:
         max_body_bytes=2**19, allowed_origins=("*",), max_tokens=7,
     )  # fmt: skip
     assert served["log_level"] == "warning"
+    assert (served["max_queue"], served["cache_tokens"]) == (5, 9000)
     assert (served["config"].model, served["config"].speculation.enabled) == ("some/model", False)
 
 

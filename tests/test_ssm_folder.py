@@ -11,7 +11,15 @@ import pytest
 import tiny_model
 
 from specinfer_jax.assemble import build_program, open_model, open_ssm
-from specinfer_jax.checkpoint.ssm_folder import SSM_FILE, WEIGHTS_FILE, find_ssm_folder, quantise, read_ssm, write_ssm
+from specinfer_jax.checkpoint.resolve import SSM_FILE, find_ssm_folder
+from specinfer_jax.checkpoint.ssm_folder import (
+    WEIGHTS_FILE,
+    SsmFolder,
+    quantise,
+    read_ssm,
+    shipped_for,
+    write_ssm,
+)
 from specinfer_jax.config import Speculation
 from specinfer_jax.errors import CheckpointError
 from specinfer_jax.models.config import ModelConfig, RopeConfig
@@ -92,6 +100,35 @@ def test_another_llm_is_refused(tmp_path: Path) -> None:
         read_ssm(tmp_path, init_params(LLM, jax.random.key(1)), dtype=jnp.float32)
 
 
+def test_what_another_ssm_has_is_shared_with_it(tmp_path: Path) -> None:
+    config, first = make_ssm()
+    second = first | {"layers_1": jax.tree.map(lambda x: x * 1.01, first["layers_1"])}
+    third = second | {"layers_0": jax.tree.map(lambda x: x * 1.01, first["layers_0"])}
+    alone = write(tmp_path / "alone", config, second)
+    sizes = [
+        write_ssm(
+            tmp_path / name, config, params, llm_name="the-llm", llm_params=LLM_PARAMS, beside=beside
+        )
+        for name, params, beside in (
+            ("1", first, None), ("2", second, {"1": first}), ("3", third, {"1": first, "2": second})
+        )
+    ]  # fmt: skip
+    assert sizes[1] <= alone
+    opened: dict[Path, SsmFolder] = {}
+    found = [read_ssm(tmp_path / name, LLM_PARAMS, dtype=jnp.float32, opened=opened).params for name in "312"]
+    three, one, two = found
+    assert two["output_ids"] is one["output_ids"]
+    assert two["layers_0"]["mlp"] is not one["layers_0"]["mlp"]  # other dicts of the same arrays
+    for a, b in zip(jax.tree.leaves(three["layers_1"]), jax.tree.leaves(two["layers_1"]), strict=True):
+        assert a is b or a.ndim == 1  # norms of equal values may be any of them
+    for mine, params in ((one, first), (two, second), (three, third)):
+        for old, new in zip(jax.tree.leaves(params), jax.tree.leaves(mine), strict=True):
+            assert np.abs(old - new).max() <= max(np.abs(old).max() / 127, 1e-6)
+    (tmp_path / "2" / SSM_FILE).unlink()
+    with pytest.raises(CheckpointError, match=r"ssm.json cannot be read"):
+        read_ssm(tmp_path / "3", LLM_PARAMS, dtype=jnp.float32)
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
@@ -126,6 +163,33 @@ def test_an_ssm_is_opened_beside_its_llm(tmp_path: Path) -> None:
     )  # fmt: skip
     assert program.speculators[0].num_nodes == 2
     assert jax.tree.leaves(params.speculators[0])[0] is jax.tree.leaves(llm.params)[0]
+
+
+def test_what_ships_for_an_llm_is_its_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer_jax.checkpoint.ssm_folder.SHIPPED_SSMS", tmp_path / "ssms")
+    dtype = jnp.dtype(jnp.float32)
+    llm = open_model(tiny_model.write_folder(tmp_path / "llm"), dtype=dtype)
+    rates = AcceptanceRates.from_success(0.5, 0.7, 5).as_dict()
+    for name in ("b", "a"):
+        own = llm.with_reduced_head(range(3, 40))
+        write_ssm(
+            tmp_path / "ssms" / name, own.config, own.params, llm_name="tiny", llm_params=llm.params, acceptance=rates
+        )  # fmt: skip
+    assert shipped_for(llm.params) == [tmp_path / "ssms" / "a", tmp_path / "ssms" / "b"]
+    other = jax.tree.map(lambda leaf: leaf + 0.1, llm.params)
+    assert shipped_for(other) == []
+
+    def speculators(speculation: Speculation) -> list[tuple[str, int]]:
+        program, _ = build_program(llm, speculation, dtype=dtype)
+        return [(speculator.name, speculator.num_nodes) for speculator in program.speculators]
+
+    assert speculators(Speculation(tree="1,1")) == [("ssm1", 2), ("ssm2", 2), ("ngram", 23)]
+    assert [name for name, _ in speculators(Speculation(ssms=()))] == ["ngram"]
+    wide = speculators(Speculation(tree="wide"))
+    assert [name for name, _ in wide] == ["ssm1", "ssm2", "ngram"]
+    assert sum(nodes for _, nodes in wide) <= 32
+    unrelated, _ = build_program(llm._replace(params=other), Speculation(), dtype=dtype)
+    assert [speculator.name for speculator in unrelated.speculators] == ["ngram"]
 
 
 def test_names_that_are_no_such_folder(tmp_path: Path) -> None:

@@ -72,9 +72,10 @@ def test_two_rounds_and_a_third_later(settings: TrainSettings, tmp_path: Path) -
 
 
 def test_later_ssms_share_the_first_ones_layers(settings: TrainSettings, tmp_path: Path) -> None:
-    shared = dataclasses.replace(settings, boost=dataclasses.replace(settings.boost, own_layers=1))
+    shared = dataclasses.replace(settings, boost=dataclasses.replace(settings.boost, own_layers=1, later_steps=12))
     assert len(boost(shared, tmp_path, quiet=True, prompts=0)) == 2
     first, second = (open_trained(tmp_path / f"ssm-{n}").model for n in (1, 2))
+    assert [open_trained(tmp_path / f"ssm-{n}").step for n in (1, 2)] == [30, 12]
     last = first.config.num_layers - 1
     assert second.config == first.config
     for l in range(first.config.num_layers):

@@ -100,8 +100,9 @@ def round_settings(settings: TrainSettings, number: int, first: Path, ssms: Sequ
     Raises:
       ConfigError: SSMs are to have more layers of their own than they have layers.
     """
-    settings = dataclasses.replace(settings, run=dataclasses.replace(settings.run, seed=settings.run.seed + number - 1))
-    own_layers = settings.boost.own_layers
+    steps = (settings.boost.later_steps if number > 1 else 0) or settings.run.steps
+    run = dataclasses.replace(settings.run, seed=settings.run.seed + number - 1, steps=steps)
+    settings, own_layers = dataclasses.replace(settings, run=run), settings.boost.own_layers
     if not (ssms and own_layers):
         return settings
     num_layers = ssms[0].config.num_layers

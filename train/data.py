@@ -24,7 +24,7 @@ from train.answers import Answer, read_answers, text_hash
 from train.progress import OnProgress, progress_bar
 from train.prompts import TrainPrompt, cut_text, mix_prompts, parse_weights, read_train_prompts
 
-SPECULATIONS = {"off": Speculation.off, "ngram": Speculation}
+SPECULATIONS = {"off": Speculation.off(), "ngram": Speculation(ssms=())}
 
 
 def answer_prompts(
@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
         if not missing:
             return
         llm = LLM(
-            options.model, speculation=SPECULATIONS[options.speculation](), dtype=options.dtype,
+            options.model, speculation=SPECULATIONS[options.speculation], dtype=options.dtype,
             max_model_len=options.max_model_len, max_num_seqs=options.max_num_seqs,
         )  # fmt: skip
         is_chat = is_chat_asked(options)

@@ -31,7 +31,7 @@ from specinfer_jax.models.families import FAMILIES
 from train.checkpoints import FOLDER, Checkpoints
 from train.initial import make_start
 from train.parts import merge_params
-from train.run_file import VOCABULARY, read_run
+from train.run_file import RUN_FILE, VOCABULARY, read_run
 from train.settings import TrainSettings, settings_from
 from train.step import initial_state
 
@@ -78,9 +78,8 @@ def open_trained(
                 "export; train.export.open_trained(FOLDER).model is an SSM for Speculation as it is"
             )
         vocabulary = None
-    start = make_start(
-        settings.init, settings.llm, vocabulary=vocabulary, seed=settings.run.seed, source=source
-    )  # fmt: skip
+    source = source or open_run_source(settings)
+    start = make_start(settings.init, settings.llm, vocabulary=vocabulary, seed=settings.run.seed, source=source)
     if not (folder / FOLDER).is_dir():
         raise CheckpointError(f"{folder} holds no checkpoint yet")
     with Checkpoints(folder, keep=1, read_only=True) as checkpoints:
@@ -91,6 +90,12 @@ def open_trained(
     trained = jax.tree.map(jnp.asarray, restored.tree.params)
     model = start.model._replace(params=merge_params(trained, start.frozen), location=str(folder))
     return Opened(model, trained, settings, restored.step)
+
+
+def open_run_source(settings: TrainSettings) -> Model | None:
+    """What `init.source` has come to if it names the folder of a run; else None."""
+    folder = Path(settings.init.source)
+    return open_trained(folder).model if (folder / RUN_FILE).is_file() else None
 
 
 def save_hf_folder(folder: Path, model: Model, *, dtype: Any = "float32") -> None:

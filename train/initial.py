@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +19,6 @@ from specinfer_jax.models.transformer import init_params
 from specinfer_jax.tokenizer import Tokenizer
 from train.answers import Answer
 from train.parts import split_params
-from train.run_file import RUN_FILE
 from train.settings import FROM_LLM, FROM_SCRATCH, InitSettings
 
 
@@ -82,7 +80,7 @@ def make_start(
         model = _from_scratch(settings, describe(llm), llm, seed)
     else:
         name = llm if settings.source == FROM_LLM else settings.source
-        model = source or _open_source(name)
+        model = source or open_model(name, dtype=jnp.dtype(jnp.float32))
         if settings.source != FROM_LLM:
             _check_vocabulary(model, describe(llm), llm)
     if settings.layers:
@@ -97,15 +95,6 @@ def make_start(
     if missing:
         raise ConfigError(f"train names {', '.join(missing)}, which {model.location} does not have")
     return Start(model, trained, frozen)
-
-
-def _open_source(name: str) -> Model:
-    """A model, or what a run of train.distill has come to, in float32."""
-    if (Path(name) / RUN_FILE).is_file():
-        from train.export import open_trained  # which makes a start as well
-
-        return open_trained(Path(name)).model
-    return open_model(name, dtype=jnp.dtype(jnp.float32))
 
 
 def with_layers(model: Model, layers: Sequence[int]) -> Model:

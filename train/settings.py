@@ -220,6 +220,8 @@ class BoostSettings(Checked):
     own_layers: int = 0
     """How many of its last layers an SSM behind the first tunes, beginning with the first SSM's; all else it shares
     with that one. 0: all SSMs begin as the first did and share nothing but what is frozen."""
+    later_steps: int = 0
+    """Steps of every round behind the first; 0: run.steps."""
     tree: str = "1,1,1,1"
     """Children per level of each SSM's part of the merged tree that is measured after every round."""
 

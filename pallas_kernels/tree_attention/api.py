@@ -82,7 +82,9 @@ def find_mesh(mesh: Mesh | AbstractMesh | None, kv_axis: str | None) -> tuple[Me
     if mesh is not None:
         return mesh, kv_axis
     ambient = jax.sharding.get_abstract_mesh()
-    if ambient.empty or ambient.manual_axes:  # inside a shard_map the caller has split already
+    if ambient.empty or len(ambient.manual_axes) == len(ambient.axis_names):  # the caller has split already
+        return None, None
+    if KV_AXIS in ambient.manual_axes:
         return None, None
     return ambient, KV_AXIS if KV_AXIS in ambient.shape else None
 
@@ -102,6 +104,8 @@ def split_heads(
         mesh=mesh,
         in_specs=(rows, rows, rows, pages, pages, whole, whole, whole),
         out_specs=(rows, PartitionSpec(None, None, axis)),
+        # Axes that a shard_map around this one has split are gone from the arrays here.
+        axis_names=set(mesh.axis_names) - set(getattr(mesh, "manual_axes", ())),
         # Heads never exchange anything, and outputs that no axis splits are computed alike on every device.
         check_vma=False,
     )

@@ -11,6 +11,7 @@ import numpy as np
 from specinfer_jax.errors import CheckpointError, ConfigError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.transformer import Params, param_shapes
+from specinfer_jax.parallel.weights import WeightPlacement, joined
 
 _NAMES_SHOWN = 4
 
@@ -26,6 +27,8 @@ class StoredTensor(NamedTuple):
     """Its shape, slowest axis first."""
     read: Callable[[], np.ndarray]
     """Its values in a floating-point dtype; may be a view of the mapped file."""
+    give_back: Callable[[], None] | None = None
+    """Lets go of the memory that the mapped file takes here; None: nothing is mapped."""
 
 
 def weight_dtype(dtype: Any) -> np.dtype:
@@ -57,6 +60,7 @@ def assign_params(
     name_of: Callable[[str], str],
     dtype: Any,
     source: Path,
+    placement: WeightPlacement | None = None,
 ) -> Params:
     """Build the parameter tree from stored tensors, reading one tensor at a time.
 
@@ -66,9 +70,10 @@ def assign_params(
       name_of: parameter path (`layers_0/attention/q/kernel`) -> key of `stored`.
       dtype: float32, bfloat16 or float16, for every parameter.
       source: file or folder that errors name.
+      placement: where each part goes; None: everything to the default device.
 
     Returns:
-      Nested dict of arrays on the default device.
+      Nested dict of arrays.
 
     Raises:
       CheckpointError: tensors are missing, surplus or mis-shaped, or a value overflows `dtype`.
@@ -77,16 +82,20 @@ def assign_params(
     names = {path: name_of(path) for path, _ in flat_paths(shapes)}
     _check_names(names.values(), stored, source)
     _check_shapes({names[path]: leaf.shape for path, leaf in flat_paths(shapes)}, stored)
-    return jax.tree_util.tree_map_with_path(lambda path, _: _to_device(stored[names[_joined(path)]], target), shapes)
+
+    def assign(path: Any, _: Any) -> jax.Array:
+        tensor = stored[names[joined(path)]]
+        x = _to_device(tensor, target) if placement is None else _to_mesh(joined(path), tensor, target, placement)
+        if tensor.give_back is not None:
+            tensor.give_back()
+        return x
+
+    return jax.tree_util.tree_map_with_path(assign, shapes)
 
 
 def flat_paths(tree: Params) -> list[tuple[str, Any]]:
     """Leaves of a parameter tree with their paths, `layers_0/attention/q/kernel`."""
-    return [(_joined(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
-
-
-def _joined(path: tuple[Any, ...]) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+    return [(joined(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def listed(names: Iterable[str]) -> str:
@@ -119,15 +128,26 @@ def _check_shapes(wanted: Mapping[str, tuple[int, ...]], stored: Mapping[str, St
 def _to_device(tensor: StoredTensor, dtype: np.dtype) -> jax.Array:
     values = tensor.read()
     if values.dtype != dtype:
-        with np.errstate(over="ignore"):  # reported below, with the tensor's name
-            cast = values.astype(dtype)
-        if dtype.itemsize < values.dtype.itemsize or dtype == jnp.float16:
-            _check_overflow(tensor, values, cast)
-        values = cast
+        values = _cast(tensor, values, dtype)
     # jnp.array, since jax.device_put keeps well-aligned numpy memory as it is (even with may_alias=False): the values
     # may be a view of a file that somebody could overwrite, and such arrays cannot be donated. Waiting keeps one tensor
     # at a time in host memory.
     return jnp.array(values, copy=True).block_until_ready()
+
+
+def _to_mesh(path: str, tensor: StoredTensor, dtype: np.dtype, placement: WeightPlacement) -> jax.Array:
+    """Every device's part alone is read, cast and copied."""
+    values = tensor.read()
+    return placement.place(path, tensor.shape, lambda index: _cast(tensor, values[index], dtype)).block_until_ready()
+
+
+def _cast(tensor: StoredTensor, values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A copy, so that nothing refers to the mapped file."""
+    with np.errstate(over="ignore"):  # reported below, with the tensor's name
+        cast = values.astype(dtype, order="C")
+    if values.dtype != dtype and (dtype.itemsize < values.dtype.itemsize or dtype == jnp.float16):
+        _check_overflow(tensor, values, cast)
+    return cast
 
 
 def _check_overflow(tensor: StoredTensor, values: np.ndarray, cast: np.ndarray) -> None:

@@ -16,6 +16,7 @@ from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.families import FAMILIES, config_from_gguf
 from specinfer_jax.models.families.rope import rope_from_factors
 from specinfer_jax.models.transformer import Params
+from specinfer_jax.parallel.weights import WeightPlacement
 
 SUPPORTED_TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
@@ -42,16 +43,17 @@ def read_config(file: GGUFFile) -> ModelConfig:
     return config
 
 
-def load_params(file: GGUFFile, config: ModelConfig, *, dtype: Any) -> Params:
+def load_params(file: GGUFFile, config: ModelConfig, *, dtype: Any, placement: WeightPlacement | None = None) -> Params:
     """Load all parameters of a GGUF file.
 
     Args:
       file: what `open_gguf` returned.
       config: what `read_config` made of the same file.
       dtype: float32, bfloat16 or float16, for every parameter.
+      placement: where each part goes; None: everything to the default device.
 
     Returns:
-      Nested dict of arrays on the default device.
+      Nested dict of arrays.
 
     Raises:
       CheckpointError: tensors are missing, surplus, mis-shaped, cut off or of a type that is not supported (all of
@@ -67,7 +69,12 @@ def load_params(file: GGUFFile, config: ModelConfig, *, dtype: Any) -> Params:
             heads = config.num_heads if row.gguf_interleaved == "query" else config.num_kv_heads
             stored[row.gguf] = stored[row.gguf]._replace(read=_with_halves(stored[row.gguf].read, heads))
     return assign_params(
-        shapes, stored, name_of=lambda path: str(family.weight_name(path).gguf), dtype=dtype, source=file.path
+        shapes,
+        stored,
+        name_of=lambda path: str(family.weight_name(path).gguf),
+        dtype=dtype,
+        source=file.path,
+        placement=placement,
     )
 
 

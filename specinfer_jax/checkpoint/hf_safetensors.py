@@ -12,6 +12,7 @@ from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.families import FAMILIES, config_from_hf
 from specinfer_jax.models.families.weight_names import Family
 from specinfer_jax.models.transformer import Params
+from specinfer_jax.parallel.weights import WeightPlacement
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
@@ -60,16 +61,17 @@ def read_json(path: Path) -> dict[str, object]:
     return fields
 
 
-def load_params(folder: Path, config: ModelConfig, *, dtype: Any) -> Params:
+def load_params(folder: Path, config: ModelConfig, *, dtype: Any, placement: WeightPlacement | None = None) -> Params:
     """Load all parameters of a folder.
 
     Args:
       folder: holds model.safetensors, or model.safetensors.index.json and its shards.
       config: what `read_config` made of the same folder.
       dtype: float32, bfloat16 or float16; bits are kept where the file has the same dtype.
+      placement: where each part goes; None: everything to the default device.
 
     Returns:
-      Nested dict of arrays on the default device.
+      Nested dict of arrays.
 
     Raises:
       CheckpointError: files or tensors are missing, surplus, mis-shaped or cut off; a value overflows `dtype`.
@@ -82,6 +84,7 @@ def load_params(folder: Path, config: ModelConfig, *, dtype: Any) -> Params:
         name_of=lambda path: family.weight_name(path).hf,
         dtype=dtype,
         source=folder,
+        placement=placement,
     )
 
 

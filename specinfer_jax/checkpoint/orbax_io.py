@@ -19,6 +19,7 @@ from specinfer_jax.checkpoint.resolve import CONVERTED_FILE
 from specinfer_jax.errors import CheckpointError
 from specinfer_jax.models.config import ModelConfig, RopeConfig
 from specinfer_jax.models.transformer import Params
+from specinfer_jax.parallel.weights import WeightPlacement
 
 _FORMAT_VERSION = 1
 _PARAMS = "params"
@@ -96,16 +97,17 @@ def read_config(folder: Path) -> ModelConfig:
         raise CheckpointError(f"{path} does not describe a model; convert the model again") from None
 
 
-def load_params(folder: Path, config: ModelConfig, *, dtype: Any) -> Params:
+def load_params(folder: Path, config: ModelConfig, *, dtype: Any, placement: WeightPlacement | None = None) -> Params:
     """Restore the parameters of a converted model.
 
     Args:
       folder: what `save` wrote.
       config: what `read_config` made of the same folder.
       dtype: float32, bfloat16 or float16; bits are kept where the folder has the same dtype.
+      placement: where each part goes; None: everything to the default device.
 
     Returns:
-      Nested dict of arrays on the default device.
+      Nested dict of arrays.
 
     Raises:
       CheckpointError: parameters are missing, surplus, mis-shaped or damaged; a value overflows `dtype`.
@@ -114,7 +116,7 @@ def load_params(folder: Path, config: ModelConfig, *, dtype: Any) -> Params:
         restorer = _Restorer(folder / _PARAMS, checkpointer)
         stored = restorer.stored_tensors()
         shapes = wanted_shapes(config, stored, folder)
-        return assign_params(shapes, stored, name_of=lambda path: path, dtype=dtype, source=folder)
+        return assign_params(shapes, stored, name_of=lambda path: path, dtype=dtype, source=folder, placement=placement)
 
 
 class _Restorer:

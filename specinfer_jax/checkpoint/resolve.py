@@ -17,6 +17,11 @@ MODEL_DIR_VARIABLE = "SPECINFER_MODEL_DIR"
 CONVERTED_FILE = "specinfer.json"
 """Marks the folder of a converted model."""
 
+SSM_FILE = "ssm.json"
+"""Marks the folder of an SSM that shares its LLM's arrays (ssm_folder.py)."""
+SHIPPED_SSMS = Path(__file__).parent.parent / "ssms"
+"""SSMs that come with the package, a folder each."""
+
 ModelFormat = Literal["hf", "gguf", "orbax"]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -26,6 +31,12 @@ _HUB_FILES = (
     "model.safetensors.index.json",
 )  # fmt: skip
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def find_ssm_folder(name: str | os.PathLike[str]) -> Path | None:
+    """The folder of a shipped SSM, or `name` itself if it is such a folder; None for anything else."""
+    candidates = [Path(name)] if os.sep in os.fspath(name) else [SHIPPED_SSMS / name, Path(name)]
+    return next((path for path in candidates if (path / SSM_FILE).is_file()), None)
 
 
 def resolve(name: str | os.PathLike[str]) -> Path:

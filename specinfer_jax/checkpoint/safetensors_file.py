@@ -67,7 +67,14 @@ def read_safetensors(path: Path) -> dict[str, StoredTensor]:
             count = math.prod(shape)
             return np.frombuffer(data, _DTYPES[dtype], count=count, offset=start + begin).reshape(shape)
 
-        return StoredTensor(path, name, shape, read)
+        def give_back() -> None:
+            if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+                first = (start + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+                length = math.prod(shape) * _DTYPES[dtype].itemsize + start + begin - first
+                if length:
+                    data.madvise(mmap.MADV_DONTNEED, first, length)
+
+        return StoredTensor(path, name, shape, read, give_back)
 
     return {name: stored(name, dtype, shape, begin) for name, (dtype, shape, begin, _) in entries.items()}
 

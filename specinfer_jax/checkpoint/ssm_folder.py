@@ -3,15 +3,14 @@
     ssm.json        what the SSM computes, which LLM it belongs to, where each parameter comes from, acceptance rates
     weights.npz     the parameters that are its own
 
-A parameter is one of three: the LLM's own array (shared, not copied), rows of the LLM's embedding (a reduced head that
-was not tuned), or stored: matrices as int8 with one float32 scale a row, everything else as float32.
+A parameter is the array of the LLM or of another SSM beside it (shared, not copied), rows of the LLM's embedding (a
+reduced head that was not tuned), or stored: matrices as int8 with one float32 scale a row, everything else as float32.
 """
 
 import dataclasses
 import json
-import os
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,23 +20,21 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int8
 
+from specinfer_jax.checkpoint.resolve import SHIPPED_SSMS, SSM_FILE
 from specinfer_jax.errors import CheckpointError
 from specinfer_jax.models.config import ModelConfig, RopeConfig
 from specinfer_jax.models.transformer import Params
 
-SSM_FILE, WEIGHTS_FILE = "ssm.json", "weights.npz"
+WEIGHTS_FILE = "weights.npz"
 FORMAT = 1
 _PROBE_VALUES = 32
 
 
-SHIPPED = Path(__file__).parent.parent / "ssms"
-"""SSMs that come with the package, a folder each."""
-
-
-def find_ssm_folder(name: str | os.PathLike[str]) -> Path | None:
-    """The folder of a shipped SSM, or `name` itself if it is such a folder; None for anything else."""
-    candidates = [Path(name)] if os.sep in os.fspath(name) else [SHIPPED / name, Path(name)]
-    return next((path for path in candidates if (path / SSM_FILE).is_file()), None)
+def shipped_for(llm_params: Params) -> list[Path]:
+    """Folders of the shipped SSMs that were made for this LLM, in order of their names."""
+    probe = _probe(np.asarray(llm_params["embed"]["embedding"]))
+    folders = sorted(file.parent for file in SHIPPED_SSMS.glob(f"*/{SSM_FILE}"))
+    return [folder for folder in folders if _is_same_llm(probe, _read_json(folder / SSM_FILE))]
 
 
 class SsmFolder(NamedTuple):
@@ -60,7 +57,7 @@ def quantise(x_OI: Float[np.ndarray, "O I"]) -> tuple[Int8[np.ndarray, "O I"], F
 
 def write_ssm(
     folder: Path, config: ModelConfig, params: Params, *,
-    llm_name: str, llm_params: Params, acceptance: Any = None,
+    llm_name: str, llm_params: Params, acceptance: Any = None, beside: Mapping[str, Params] | None = None,
 ) -> int:  # fmt: skip
     """Write an SSM beside its LLM; parameters that equal one of the LLM's are stored as a reference.
 
@@ -71,19 +68,23 @@ def write_ssm(
       llm_name: the LLM's name, for messages.
       llm_params: the LLM's parameter tree.
       acceptance: anything JSON can hold.
+      beside: parameter trees, as they were given to this function, of SSMs in the same parent folder, by folder name;
+        parameters that equal one of theirs are references too.
 
     Returns:
       Bytes of both files.
     """
-    of_llm = {_key(leaf): (path, leaf) for path, leaf in reversed(list(_leaves(llm_params)))}
+    elsewhere = {_key(leaf): (f"llm:{path}", leaf) for path, leaf in reversed(list(_leaves(llm_params)))}
+    for name, other in (beside or {}).items():
+        elsewhere = {_key(leaf): (f"ssm:{name}:{path}", leaf) for path, leaf in _leaves(other)} | elsewhere
     embedding = np.asarray(llm_params["embed"]["embedding"])
     sources: dict[str, str] = {}
     arrays: dict[str, np.ndarray] = {}
     for path, leaf in _leaves(params):
         x = np.asarray(leaf)
-        shared = of_llm.get(_key(x))
+        shared = elsewhere.get(_key(x))
         if shared is not None and np.array_equal(x, shared[1]):
-            sources[path] = f"llm:{shared[0]}"
+            sources[path] = shared[0]
         elif path == "head/kernel" and _are_rows(x, embedding, params.get("output_ids")):
             sources[path] = "llm rows"
         elif x.ndim == 2:
@@ -102,25 +103,38 @@ def write_ssm(
     return sum((folder / name).stat().st_size for name in (SSM_FILE, WEIGHTS_FILE))
 
 
-def read_ssm(folder: Path, llm_params: Params, *, dtype: DTypeLike) -> SsmFolder:
+def read_ssm(
+    folder: Path, llm_params: Params, *, dtype: DTypeLike, opened: dict[Path, SsmFolder] | None = None
+) -> SsmFolder:
     """Read an SSM written by `write_ssm`; shared parameters are the LLM's arrays themselves.
+
+    Args:
+      folder: of the SSM.
+      llm_params: of its LLM.
+      dtype: of parameters that are its own.
+      opened: SSMs read before, to which this one is added; with them it shares arrays too.
 
     Raises:
       CheckpointError: files are missing or damaged, of a newer format, or the LLM is another one.
     """
+    opened = {} if opened is None else opened
+    if folder.absolute() in opened:
+        return opened[folder.absolute()]
     told = _read_json(folder / SSM_FILE)
     if told.get("format") != FORMAT:
         raise CheckpointError(f"{folder / SSM_FILE} has format {told.get('format')!r}; this version reads {FORMAT}")
     embedding = llm_params["embed"]["embedding"]
-    probe, wanted = np.array(_probe(np.asarray(embedding))), np.array(told["llm_probe"])
-    if probe.shape != wanted.shape or not np.allclose(probe, wanted, rtol=0.02, atol=2e-3):
+    if not _is_same_llm(_probe(np.asarray(embedding)), told):
         raise CheckpointError(f"the SSM in {folder} was made for {told['llm']}; its weights are not this LLM's")
-    of_llm = dict(_leaves(llm_params))
+    elsewhere = {f"llm:{path}": leaf for path, leaf in _leaves(llm_params)}
+    for name in sorted({source.split(":")[1] for source in told["sources"].values() if source.startswith("ssm:")}):
+        other = read_ssm(folder.parent / name, llm_params, dtype=dtype, opened=opened)
+        elsewhere |= {f"ssm:{name}:{path}": leaf for path, leaf in _leaves(other.params)}
     try:
         with (folder / WEIGHTS_FILE).open("rb") as file, np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         flat = {
-            path: _read_leaf(path, source, arrays, of_llm, dtype)
+            path: _read_leaf(path, source, arrays, elsewhere, dtype)
             for path, source in told["sources"].items()
             if source != "llm rows"
         }
@@ -128,14 +142,16 @@ def read_ssm(folder: Path, llm_params: Params, *, dtype: DTypeLike) -> SsmFolder
         raise CheckpointError(f"{folder / WEIGHTS_FILE} is missing or damaged: {error}") from None
     if "llm rows" in told["sources"].values():
         flat["head/kernel"] = jnp.asarray(embedding)[flat["output_ids"]]
-    return SsmFolder(_config(told["config"]), _nested(flat), told.get("acceptance"))
+    found = SsmFolder(_config(told["config"]), _nested(flat), told.get("acceptance"))
+    opened[folder.absolute()] = found
+    return found
 
 
 def _read_leaf(
-    path: str, source: str, arrays: Mapping[str, np.ndarray], of_llm: Mapping[str, Any], dtype: DTypeLike
+    path: str, source: str, arrays: Mapping[str, np.ndarray], elsewhere: Mapping[str, Any], dtype: DTypeLike
 ) -> jax.Array:
-    if source.startswith("llm:"):
-        return of_llm[source.removeprefix("llm:")]
+    if source.startswith(("llm:", "ssm:")):
+        return elsewhere[source]
     if source == "int8":
         return jnp.asarray(arrays[path].astype(np.float32) * arrays[f"{path}/scale"][:, None], dtype)
     x = arrays[path]
@@ -192,6 +208,12 @@ def _key(leaf: Any) -> tuple[tuple[int, ...], str, bytes]:
 
 def _are_rows(x: np.ndarray, embedding: np.ndarray, output_ids: Any) -> bool:
     return output_ids is not None and np.array_equal(x, embedding[np.asarray(output_ids)])
+
+
+def _is_same_llm(probe: Sequence[float], told: Mapping[str, Any]) -> bool:
+    """Whether an SSM's file tells of the LLM whose embedding gave this probe; other dtypes of it count as the same."""
+    wanted = told["llm_probe"]
+    return len(probe) == len(wanted) and np.allclose(probe, wanted, rtol=0.02, atol=2e-3)
 
 
 def _probe(embedding: np.ndarray) -> list[float]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from specinfer_jax.checkpoint.known_models import KNOWN_MODELS
 from specinfer_jax.checkpoint.resolve import location_format, resolve
 from specinfer_jax.cli.options import ConfigFiles, DTypeName, changed, read_configs
-from specinfer_jax.cli.screen import busy, open_model
+from specinfer_jax.cli.screen import busy, models_to_fetch, open_model
 from specinfer_jax.config import DEFAULT_MODEL, LLMConfig
 from specinfer_jax.errors import CheckpointError
 
@@ -33,7 +33,7 @@ def pull(model: Name = None, config_files: ConfigFiles = None) -> None:
     Example: `specinfer pull smollm2-135m-instruct`
     """
     config = changed(read_configs(config_files, LLMConfig()), model=model)
-    for name in (config.model, *(config.speculation.ssms if model is None else ())):
+    for name in models_to_fetch(config) if model is None else [config.model]:
         print(f"{name}: {resolve(name)}")
 
 

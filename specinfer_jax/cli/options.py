@@ -56,11 +56,22 @@ def _llm_config(
     max_num_seqs: Annotated[
         int | None, typer.Option(metavar="N", help="Requests decoded side by side.", rich_help_panel=_MODEL)
     ] = None,
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="AXES", rich_help_panel=_MODEL,
+            help="Devices: data=D,model=M; M share the model, D groups decode requests of their own.",
+        ),
+    ] = None,
+    offload: Annotated[
+        str | None,
+        typer.Option(metavar="WHERE", help="host: stream the weights from host memory.", rich_help_panel=_MODEL),
+    ] = None,
     ssm: Annotated[
         list[str] | None,
         typer.Option(
             metavar="MODEL", rich_help_panel=_SPECULATION,
-            help="Small model that proposes trees; give it again for several.",
+            help="Small model that proposes trees; give it again for several. [default: what ships for the model]",
         ),
     ] = None,
     tree: Annotated[
@@ -75,7 +86,7 @@ def _llm_config(
         bool | None,
         typer.Option(
             "--ngram/--no-ngram", rich_help_panel=_SPECULATION, show_default=False,
-            help="Propose what followed earlier occurrences of the last tokens. [default: if there is no SSM]",
+            help="Propose what followed earlier occurrences of the last tokens. [default: unless --ssm is given]",
         ),
     ] = None,
     children: Annotated[
@@ -107,7 +118,7 @@ def _llm_config(
     )  # fmt: skip
     return changed(
         config, model=model, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-        speculation=speculation, sampling=changed(config.sampling, max_tokens=max_tokens),
+        mesh=mesh, offload=offload, speculation=speculation, sampling=changed(config.sampling, max_tokens=max_tokens),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specinfer_jax.checkpoint.disk import clear_disk_errors
-from specinfer_jax.checkpoint.resolve import resolve
+from specinfer_jax.checkpoint.resolve import find_ssm_folder, resolve
 from specinfer_jax.config import LLMConfig
 from specinfer_jax.errors import ConfigError
 from specinfer_jax.metrics import RequestStats
@@ -51,17 +51,25 @@ def interruptible(work: Callable[[], Result]) -> Result:
     return future.result()
 
 
+def models_to_fetch(config: LLMConfig) -> list[str]:
+    """Names of the LLM and of the SSMs that do not ship with this package and take part."""
+    ssms = (config.speculation.ssms or ()) if config.speculation.enabled else ()
+    return [config.model, *(name for name in ssms if find_ssm_folder(name) is None)]
+
+
 def open_model(config: LLMConfig) -> "Model":
     """Fetch what is not on this machine, then load the LLM."""
-    for name in (config.model, *(config.speculation.ssms if config.speculation.enabled else ())):
+    for name in models_to_fetch(config):
         resolve(name)  # shows a progress bar of its own if it has to download
 
     def load() -> "Model":
         from specinfer_jax.assemble import choose_dtype, open_model
         from specinfer_jax.compile_cache import enable_compile_cache
+        from specinfer_jax.parallel.weights import find_mesh
 
         enable_compile_cache()
-        return open_model(config.model, dtype=choose_dtype(config.dtype))
+        mesh, memory = find_mesh(config.mesh, config.offload)
+        return open_model(config.model, dtype=choose_dtype(config.dtype), mesh=mesh, memory=memory)
 
     return busy(f"loading {config.model}", load)
 
@@ -74,7 +82,7 @@ def build_llm(config: LLMConfig, model: "Model") -> "LLM":
 
         return LLM(
             model, speculation=config.speculation, dtype=config.dtype, max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.max_num_seqs, mesh=config.mesh, offload=config.offload,
         )  # fmt: skip
 
     return busy("compiling", build)

@@ -34,6 +34,16 @@ def serve(
         list[str] | None,
         typer.Option(metavar="NAME", help="What requests call the model; may be repeated.", rich_help_panel=_SERVER),
     ] = None,
+    max_queue: Annotated[
+        int, typer.Option(min=1, metavar="NUMBER", help="Requests that wait; more get 429.", rich_help_panel=_SERVER)
+    ] = 1024,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="NUMBER", rich_help_panel=_SERVER, show_default=False,
+            help="Tokens that the caches hold for all requests together. [default: max_num_seqs * max_model_len]",
+        ),
+    ] = None,
     request_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Then a request is given up; 0: never.", rich_help_panel=_SERVER)
     ] = 600,
@@ -88,11 +98,11 @@ def serve(
         allowed_origins=tuple(allowed_origin or ()), log_prompts=log_prompts,
     )  # fmt: skip
     bound = bind(host, port)
-    engine = _build_engine(config, open_model(config))
+    engine = _build_engine(config, open_model(config), max_queue=max_queue, cache_tokens=cache_tokens)
     raise typer.Exit(run(engine, settings, bound, log_level=log_level))
 
 
-def _build_engine(config: LLMConfig, model: "Model") -> "AsyncEngine":
+def _build_engine(config: LLMConfig, model: "Model", *, max_queue: int, cache_tokens: int | None) -> "AsyncEngine":
     """Compile and measure what the settings ask for."""
 
     def build() -> "AsyncEngine":
@@ -100,7 +110,8 @@ def _build_engine(config: LLMConfig, model: "Model") -> "AsyncEngine":
 
         return AsyncLLM(
             model, speculation=config.speculation, dtype=config.dtype, max_model_len=config.max_model_len,
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=config.max_num_seqs, max_queue=max_queue, cache_tokens=cache_tokens,
+            mesh=config.mesh, offload=config.offload,
         )  # fmt: skip
 
     return busy("compiling", build)

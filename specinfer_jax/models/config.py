@@ -88,6 +88,8 @@ class ModelConfig:
     """Longest context that full attention equals the model's own windowed attention on; longer is refused."""
     output_vocab_size: int | None = None
     """Rows of a reduced head, whose ids lie in `params["output_ids"]` (an SSM's only); None: one per id."""
+    num_padding_ids: int = 0
+    """Last ids of `vocab_size` that only make it divide among devices; they are never likely."""
     bos_token_id: int | None = None
     """Beginning of sequence."""
     eos_token_ids: tuple[int, ...] = ()

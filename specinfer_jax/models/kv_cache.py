@@ -1,7 +1,7 @@
 """The paged cache of one model: keys and values of committed tokens, written only by `commit`.
 
-Pages of one slot lie wherever its row of the block table says. A tree's own rows never enter before they are
-verified, so there is nothing to roll back:
+Pages of one slot lie wherever its row of the block table says; slots may share pages that are full of the same tokens.
+A tree's own rows never enter before they are verified, so there is nothing to roll back:
 
     block_table[b] = [4, 7, P, P]      prefix_len = 5, page size 4
     page 4: t0 t1 t2 t3    page 7: t4 . . .    entries P (out of range) are pages the slot does not own
@@ -39,22 +39,43 @@ def pages_per_slot(max_model_len: int, page_size: int) -> int:
     return -(-max_model_len // page_size)
 
 
-def cache_bytes(config: ModelConfig, *, num_slots: int, max_model_len: int, page_size: int, itemsize: int) -> int:
-    """Bytes of the cache before it is allocated."""
-    tokens = num_slots * pages_per_slot(max_model_len, page_size) * page_size
+def cache_bytes(
+    config: ModelConfig, *, num_slots: int, max_model_len: int, page_size: int, itemsize: int,
+    num_pages: int | None = None,
+) -> int:  # fmt: skip
+    """Bytes of the cache before it is allocated; arguments as for `init_cache`."""
+    pages = num_slots * pages_per_slot(max_model_len, page_size) if num_pages is None else num_pages
+    tokens = pages * page_size
     return 2 * config.num_layers * config.num_kv_heads * config.head_size * tokens * itemsize
 
 
-def init_cache(config: ModelConfig, *, num_slots: int, max_model_len: int, page_size: int, dtype: DTypeLike) -> KVCache:
-    """An empty cache in which slot b owns the b-th run of pages."""
+def init_cache(
+    config: ModelConfig, *, num_slots: int, max_model_len: int, page_size: int, dtype: DTypeLike,
+    num_pages: int | None = None,
+) -> KVCache:  # fmt: skip
+    """An empty cache.
+
+    Args:
+      config: the model.
+      num_slots: B.
+      max_model_len: longest context of a slot.
+      page_size: Z.
+      dtype: of keys and values.
+      num_pages: P, pages that somebody else hands out, so that no slot owns any; None: as many as all slots can fill,
+        and slot b owns the b-th run of them.
+    """
     pages = pages_per_slot(max_model_len, page_size)
-    shape = (config.num_kv_heads, num_slots * pages, page_size, config.head_size)
+    P = num_slots * pages if num_pages is None else num_pages
+    shape = (config.num_kv_heads, P, page_size, config.head_size)
 
     # One buffer each: a buffer shared by two leaves cannot be donated twice.
     def arrays() -> tuple[Array, ...]:
         return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers))
 
-    table = jnp.arange(num_slots * pages, dtype=jnp.int32).reshape(num_slots, pages)
+    if num_pages is None:
+        table = jnp.arange(P, dtype=jnp.int32).reshape(num_slots, pages)
+    else:
+        table = jnp.full((num_slots, pages), P, jnp.int32)
     return KVCache(arrays(), arrays(), table, jnp.zeros((num_slots,), jnp.int32))
 
 

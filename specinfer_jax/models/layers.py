@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from specinfer_jax.models.config import ModelConfig, RopeConfig
+from specinfer_jax.parallel.sharding import constrain
 
 _ACTIVATIONS = {
     "silu": jax.nn.silu,
@@ -90,6 +91,7 @@ class MLP(nn.Module):
             hidden_FT = activation(gate_FT) * up_FT
         else:
             hidden_FT = activation(up_FT)
+        hidden_FT = constrain(hidden_FT, "mlp", None)
         return Linear(config.width, config.mlp_bias, name="down")(hidden_FT)
 
 

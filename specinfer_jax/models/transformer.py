@@ -8,19 +8,20 @@ only read. The parameter tree is
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from specinfer_jax.models.attention import Attention
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache
 from specinfer_jax.models.layers import MLP, Linear, Norm, RopeAngles, matmul_precision, rope_angles
 from specinfer_jax.notation import LayerKV
+from specinfer_jax.parallel.sharding import constrain
 
 Params = Mapping[str, Any]
 """Nested dict of arrays; `param_shapes` tells names and shapes."""
@@ -45,7 +46,7 @@ class Embed(nn.Module):
         normal = nn.initializers.normal(0.02)
         embed_width = config.embed_width or config.width
         embedding_VE = self.param("embedding", normal, (config.vocab_size, embed_width), dtype)
-        x_DT = embedding_VE[token_T].T
+        x_DT = constrain(embedding_VE[token_T].T, None, None)
         if config.embed_width is not None:
             x_DT = Linear(config.width, name="project_in")(x_DT)
         if config.rope is None:
@@ -81,11 +82,12 @@ class DecoderLayer(nn.Module):
         mlp = MLP(config, name="mlp")
         normed_DT = attention_norm(x_DT) if config.norm_first else x_DT
         out_DT, new = attention(normed_DT, angles, earlier, k_pages, v_pages, block_table, prefix_len_B, ancestors_BQC)
-        x_DT = x_DT + out_DT
+        # On a mesh the two sums over devices are here: every device goes on with the whole activations.
+        x_DT = x_DT + constrain(out_DT, None, None)
         if config.norm_first:
-            return x_DT + mlp(mlp_norm(x_DT)), new
+            return x_DT + constrain(mlp(mlp_norm(x_DT)), None, None), new
         x_DT = attention_norm(x_DT)
-        return mlp_norm(x_DT + mlp(x_DT)), new
+        return mlp_norm(x_DT + constrain(mlp(x_DT), None, None)), new
 
 
 class Head(nn.Module):
@@ -95,7 +97,7 @@ class Head(nn.Module):
     """Norm, projection, tying."""
 
     @nn.compact
-    def __call__(self, x_DT: Float[Array, "D T"], embedding_VE: Float[Array, "V E"]) -> Float[Array, "ids T"]:
+    def __call__(self, x_DT: Float[Array, "D T"], embedding_VE: Float[Array, "V E"] | None) -> Float[Array, "ids T"]:
         config = self.config
         if config.final_norm:
             x_DT = Norm(config, name="norm")(x_DT)
@@ -104,17 +106,45 @@ class Head(nn.Module):
         if not config.tied_head:
             shape = (config.output_vocab_size or config.vocab_size, x_DT.shape[0])
             embedding_VE = self.param("kernel", nn.initializers.normal(0.02), shape, x_DT.dtype)
+        assert embedding_VE is not None, "a tied head needs the embedding"
         logits_VT = jnp.matmul(
             embedding_VE, x_DT, precision=matmul_precision(x_DT.dtype), preferred_element_type=jnp.float32
         )
+        logits_VT = constrain(logits_VT, "vocab", None)
+        if config.num_padding_ids:
+            is_id_V1 = jnp.arange(config.vocab_size)[:, None] < config.vocab_size - config.num_padding_ids
+            logits_VT = jnp.where(is_id_V1, logits_VT, -jnp.inf)
         # The barrier keeps a caller's transpose out of the product: XLA's CPU backend runs no transposed one from
         # bfloat16 to float32.
         return jax.lax.optimization_barrier(logits_VT) if x_DT.dtype != jnp.float32 else logits_VT
 
 
-def layer_params(params: Params, layer: int) -> Params:
-    """Parameters of one layer; the default of `forward`'s `fetch_layer`, which offloading replaces."""
-    return params[f"layers_{layer}"]
+LayerRun = Callable[[int, Params, Array], tuple[Array, LayerKV]]
+"""One layer of a pass: its number, its parameters, the activations; gives activations and its rows' K/V."""
+
+
+def run_in_turn(
+    layer: LayerRun, params: Params, x_DT: Float[Array, "D T"], num_layers: int, condition: Bool[Array, ""]
+) -> tuple[Float[Array, "D T"], tuple[LayerKV, ...]]:
+    """All layers, one after the other, with the parameters as they are."""
+    rows = []
+    for l in range(num_layers):
+        x_DT, new = layer(l, params[f"layers_{l}"], x_DT)
+        rows.append(new)
+    return x_DT, tuple(rows)
+
+
+class WeightAccess(NamedTuple):
+    """How a pass gets at parameters; offloading has another one (parallel/offload.py)."""
+
+    run_layers: Callable[[LayerRun, Params, Array, int, Array], tuple[Array, tuple[LayerKV, ...]]]
+    """Runs all layers; the last argument is a flag that is true, but only at run time."""
+    use: Callable[[Params, Callable[..., Any], Array, Array], Any]
+    """Calls a function with embedding or head, and an array; last the flag."""
+
+
+RESIDENT = WeightAccess(run_in_turn, lambda weights, compute, x, _: compute(weights, x))
+"""Parameters lie where the pass runs."""
 
 
 def forward(
@@ -128,7 +158,7 @@ def forward(
     earlier: tuple[LayerKV, ...] | None = None,
     prompt_len_B: Int[Array, " B"] | None = None,
     implementation: str | None = None,
-    fetch_layer: Callable[[Params, int], Params] = layer_params,
+    access: WeightAccess = RESIDENT,
 ) -> tuple[Float[Array, "D T"], tuple[LayerKV, ...]]:
     """Run all layers on Q rows of every slot against the cached prefix and the rows so far.
 
@@ -142,7 +172,7 @@ def forward(
       earlier: K/V of tree rows that previous passes computed, in row order.
       prompt_len_B: prompt lengths, only read by dynamic rope scaling.
       implementation: attention kernel; None picks.
-      fetch_layer: where a layer's parameters come from.
+      access: how parameters are got at.
 
     Returns:
       `[D, B*Q]` activations before the head, and per layer the K/V of this pass's rows.
@@ -152,17 +182,21 @@ def forward(
     if prompt_len_B is not None:
         length_BQ = jnp.maximum(length_BQ, prompt_len_B[:, None])
     dtype = params["embed"]["embedding"].dtype
-    x_DT = _apply(Embed(config), params["embed"], token_BQ.reshape(-1), position_T, dtype)
+    is_true = position_T[0] >= 0
+    x_DT = access.use(
+        params["embed"], lambda weights, token_T: _apply(Embed(config), weights, token_T, position_T, dtype),
+        token_BQ.reshape(-1), is_true,
+    )  # fmt: skip
     angles = rope_angles(config, position_T, length_BQ.reshape(-1))
-    rows = []
-    for l in range(config.num_layers):
-        x_DT, new = _run_layer(
-            fetch_layer(params, l), x_DT, angles, None if earlier is None else earlier[l],
+
+    def layer(l: int, weights: Params, x_DT: Array) -> tuple[Array, LayerKV]:
+        return _run_layer(
+            weights, x_DT, angles, None if earlier is None else earlier[l],
             cache.k_pages[l], cache.v_pages[l], cache.block_table, cache.length_B, ancestors_BQC,
             config=config, implementation=implementation,
         )  # fmt: skip
-        rows.append(new)
-    return x_DT, tuple(rows)
+
+    return access.run_layers(layer, params, x_DT, config.num_layers, is_true)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"))
@@ -173,9 +207,17 @@ def _run_layer(
     return _apply(DecoderLayer(config, implementation), params, *arguments)
 
 
-def vocabulary_logits(params: Params, x_DT: Float[Array, "D T"], *, config: ModelConfig) -> Float[Array, "V T"]:
+def vocabulary_logits(
+    params: Params, x_DT: Float[Array, "D T"], *, config: ModelConfig, access: WeightAccess = RESIDENT
+) -> Float[Array, "V T"]:
     """Float32 logits of every column; vocabulary-major, as the matmul leaves them."""
-    return _apply(Head(config), params["head"], x_DT, params["embed"]["embedding"])
+    head = {"head": params["head"]} | ({"embedding": params["embed"]["embedding"]} if config.tied_head else {})
+
+    def logits(weights: Params, x_DT: Array) -> Array:
+        return _apply(Head(config), weights["head"], x_DT, weights.get("embedding"))
+
+    # True, NaN included; a square that is below 0 the compiler would see through.
+    return access.use(head, logits, x_DT, ~(jnp.abs(x_DT[0, 0]) < -1))
 
 
 def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = jnp.float32) -> Params:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from specinfer_jax.outputs import StreamOutput
 from specinfer_jax.sampling_params import SamplingParams
+from specinfer_jax.serving.request_speculation import RequestSpeculation
 
 if TYPE_CHECKING:
     from specinfer_jax.tokenizer import Tokenizer
@@ -44,20 +45,6 @@ class RequestFailedError(ServingError):
 
 class EngineDeadError(ServingError):
     """The engine has ended or cannot go on; no request will be served again."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RequestSpeculation:
-    """How one request is speculated on; it changes the speed, never the answer."""
-
-    enabled: bool = True
-    """False is incremental decoding."""
-    max_nodes: int | None = None
-    """Most speculated nodes of a tree, at least 1; None: as many as the engine's trees have."""
-    ssms: tuple[str, ...] | None = None
-    """Names of the speculators that take part; None: all that the engine has."""
-    tree: str | None = None
-    """Tree of an SSM, written as in `Speculation.tree`; None: the engine's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +147,7 @@ class AsyncEngine(Protocol):
           prompt_ids: at least one.
           params: what is asked for.
           request_id: unique among the requests under way; appears in logs.
-          priority: requests with a lower number go first, as in vLLM.
+          priority: requests with a lower number go first, as in vLLM, but nobody is overtaken for ever.
           timeout: seconds from now until the last piece; None: no limit.
           speculation: None: the engine's own.
 

@@ -22,8 +22,8 @@ class Inbox(Protocol):
     survives_faults: bool
     """A fault fails the requests that it hits, instead of being raised."""
 
-    def take(self, *, free_slots: int, is_idle: bool) -> News | None:
-        """Called before every step: what is new, at most `free_slots` requests; waits while the engine is idle.
+    def take(self, *, is_idle: bool) -> News | None:
+        """Called before every step: what is new; waits while the engine is idle, and only then.
 
         None: there will be no more.
         """
@@ -38,6 +38,6 @@ class AllAtOnce:
     def __init__(self, requests: Sequence[EngineRequest]) -> None:
         self._news: News | None = News(list(enumerate(requests)))
 
-    def take(self, *, free_slots: int, is_idle: bool) -> News | None:
+    def take(self, *, is_idle: bool) -> News | None:
         news, self._news = self._news, None
         return news

@@ -10,6 +10,8 @@ from specinfer_jax.errors import SamplingError
 from specinfer_jax.metrics import RequestStats
 from specinfer_jax.outputs import TokenLogprobs
 from specinfer_jax.sampling_params import GREEDY, SamplingParams
+from specinfer_jax.serving.request_speculation import RequestSpeculation
+from specinfer_jax.speculation.narrow import Narrowed
 from specinfer_jax.speculation.sampling import (
     ANY_TOKEN,
     MAX_BAD_LENGTH,
@@ -41,6 +43,10 @@ class EngineRequest:
     watch: Callable[[list[int]], int | None] | None = None
     """Host's stop rule: gets every step's new ids; returns how many of them to keep if the request ends with them, else
     None. It sees each id once; the id that ends a request on the device is among them."""
+    priority: int = 0
+    """Lower goes first (request_manager.py)."""
+    speculation: RequestSpeculation | None = None
+    """Which part of the engine's trees it wants; None: all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +84,11 @@ def check_request(request: EngineRequest) -> None:
         )
 
 
+def token_limit(request: EngineRequest, max_model_len: int) -> int:
+    """Tokens at which a request ends, prompt included."""
+    return min(len(request.prompt_ids) + request.max_tokens, max_model_len)
+
+
 def admission(request: EngineRequest, *, max_model_len: int, vocab_size: int) -> Admission:
     """What `admit` puts into a slot, as numpy arrays, which a compiled call takes as they are."""
     count = len(request.prompt_ids)
@@ -86,11 +97,34 @@ def admission(request: EngineRequest, *, max_model_len: int, vocab_size: int) ->
     return Admission(
         token_S=token_S,
         prompt_len=_whole(count),
-        limit=_whole(min(count + request.max_tokens, max_model_len)),
+        limit=_whole(token_limit(request, max_model_len)),
         is_stop_V=_is_among(request.stop_token_ids, vocab_size),
         sampling=_sampling(request, vocab_size),
         sample=_whole(request.sample),
     )
+
+
+def readmission(
+    request: EngineRequest, tokens: Sequence[int], cached: int, part: Narrowed, *, max_model_len: int, vocab_size: int
+) -> Admission:
+    """What the engine admits: `admission` with what is known of the request's tokens and pages, and of its trees.
+
+    Args:
+      request: the request.
+      tokens: its prompt, and what it had generated before it was put back.
+      cached: how many of them are in its pages.
+      part: of the compiled trees.
+      max_model_len: S.
+      vocab_size: V.
+    """
+    fresh = admission(request, max_model_len=max_model_len, vocab_size=vocab_size)
+    token_S: Any = fresh.token_S
+    token_S[: len(tokens)] = tokens
+    allowed_n: Any = part.allowed_n
+    return fresh._replace(
+        token_S=token_S, committed=_whole(len(tokens)), cached=_whole(cached), allowed_n=allowed_n,
+        max_nodes=_whole(part.max_nodes),
+    )  # fmt: skip
 
 
 def _whole(value: int) -> Any:

@@ -9,16 +9,19 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from pallas_kernels.tree_attention import ancestor_words
 from specinfer_jax.models.kv_cache import commit, gather_rows, read_first
 from specinfer_jax.models.transformer import Params, forward, vocabulary_logits
 from specinfer_jax.notation import LayerKV
+from specinfer_jax.parallel.offload import weight_access
+from specinfer_jax.parallel.sharding import any_slot, constrain, top_k, whole_on_each_device
 from specinfer_jax.speculation import gate
-from specinfer_jax.speculation.draft import MergedDraft, merge_drafts
+from specinfer_jax.speculation.draft import Draft, MergedDraft, merge_drafts
 from specinfer_jax.speculation.gate import StepCosts
 from specinfer_jax.speculation.mss import verify_mss
+from specinfer_jax.speculation.narrow import allowed_rows
 from specinfer_jax.speculation.rules import MSS_RENORMALIZED
 from specinfer_jax.speculation.sampling import (
     ChosenLogprobs,
@@ -43,7 +46,7 @@ from specinfer_jax.speculation.state import (
     StepTrace,
 )
 from specinfer_jax.speculation.verifier import Target, Verdict, verify_greedy, verify_naive
-from specinfer_jax.tree.token_tree import TokenTree, clip_depth, order_by, root_only, truncate
+from specinfer_jax.tree.token_tree import TokenTree, clip_depth, clip_nodes, order_by, root_only, truncate
 
 
 def step(params: DecodeParams, state: DecodeState, costs: StepCosts, *, program: StepProgram) -> DecodeState:
@@ -63,15 +66,18 @@ def traced_step(
     history = history_of_root(
         state.token_BS, state.committed_B, state.prompt_len_B, vocab_size=program.vocab_size, shaped=use.shaped
     )
+    history = history._replace(
+        output_count_BV=constrain(history.output_count_BV, None, "vocab"),
+        in_prompt_BV=constrain(history.in_prompt_BV, None, "vocab"),
+    )
 
     def branch(rows: int):
         return lambda: _verify(params.llm, draft, rows, state, context, history, use, program)
 
     # Branches only read the cache; one that wrote it would copy it whole (docs/log.md).
-    if program.speculators:
-        verified = jax.lax.switch(chosen, [branch(rows) for rows in program.buckets])
-    else:
-        verified = read_first(state.active_B.any(), branch(1))
+    branches = [branch(rows) for rows in program.buckets]
+    is_one = len(branches) == 1
+    verified = read_first(state.active_B.any(), branches[0]) if is_one else jax.lax.switch(chosen, branches)
     verdict = verified.verdict
     kept_B, finish_B = _apply_stop_rules(verdict, state, room_B)
 
@@ -105,16 +111,17 @@ def burst(
 ) -> DecodeState:
     """At most `num_steps` steps on the device; ends early when a slot finishes, so that its place can be filled."""
 
-    def goes_on(carry: tuple[Array, DecodeState]) -> Array:
-        done, now = carry
-        return (done < num_steps) & now.active_B.any() & (now.active_B == state.active_B).all()
+    def goes_on(done: Array, now: DecodeState) -> Array:
+        return (done < num_steps) & any_slot(now.active_B) & ~any_slot(now.active_B != state.active_B)
 
-    def body(carry: tuple[Array, DecodeState]) -> tuple[Array, DecodeState]:
-        done, now = carry
-        return done + 1, step(params, now, costs, program=program)
+    # Decided in the body: where slots are split over devices, they agree there, and a loop's condition cannot.
+    def body(carry: tuple[Array, Array, DecodeState]) -> tuple[Array, Array, DecodeState]:
+        _, done, now = carry
+        now = step(params, now, costs, program=program)
+        return goes_on(done + 1, now), done + 1, now
 
-    _, state = jax.lax.while_loop(goes_on, body, (jnp.zeros((), jnp.int32), state))
-    return state
+    start = jnp.zeros((), jnp.int32)
+    return jax.lax.while_loop(lambda carry: carry[0], body, (goes_on(start, state), start, state))[2]
 
 
 def _speculate(
@@ -125,28 +132,51 @@ def _speculate(
         tree = root_only(context.root_token_B, 1)
         return MergedDraft(tree, tree.depth_BN, jnp.zeros_like(tree.token_BN, jnp.uint32)), ()
     wants_tree_B = room_B > 1  # with room for one token the bonus token is all that can be kept
-    drafts, states, first_kind = [], [], 0
-    for m, speculator in enumerate(program.speculators):
-        want_B = wants_tree_B & (
-            _worth_drafting(speculator, m, first_kind, state, costs, program) | _must_stay_whole(state, program)
-        )
-        draft, new_state = speculator.propose(params.speculators[m], state.speculators[m], context, want_B)
-        drafts.append(draft._replace(kind_BN=draft.kind_BN + first_kind))
-        states.append(new_state)
-        first_kind += speculator.num_kinds
-    merged = merge_drafts(drafts, with_draws=program.keeps_draws)
-    return merged.moved(*clip_depth(merged.tree, room_B - 1)), tuple(states)
+    drafts: dict[int, Draft] = {}
+    states: dict[int, SpeculatorState] = {}
+    offered = jnp.zeros(())  # tokens per second, as expected of trees that cost nothing to draft
+    starts = _starts(program)
+    # Those first, so that drafting with a model is weighed against what is there already.
+    for m in sorted(range(len(starts)), key=lambda m: program.speculators[m].static_tree() is not None):
+        speculator, (first_kind, first_row) = program.speculators[m], starts[m]
+        allowed_Bn = state.allowed_Bn[:, first_row : first_row + speculator.num_nodes]
+        is_worth_it = _worth_drafting(speculator, m, first_kind, allowed_Bn, offered, state, costs, program)
+        want_B = wants_tree_B & allowed_Bn.any(axis=1) & (is_worth_it | _must_stay_whole(state, program))
+        propose = speculator.propose if speculator.cached_model is None else whole_on_each_device(speculator.propose)
+        draft, states[m] = propose(params.speculators[m], state.speculators[m], context, want_B)
+        tree = allowed_rows(draft.tree, allowed_Bn)
+        drafts[m] = draft._replace(tree=tree, kind_BN=draft.kind_BN + first_kind)
+        if program.adaptive and speculator.static_tree() is None and len(starts) > 1:
+            offered = jnp.maximum(offered, _offer(drafts[m], state, costs, program))
+    merged = merge_drafts([drafts[m] for m in range(len(starts))], with_draws=program.keeps_draws)
+    return merged.moved(*clip_depth(merged.tree, room_B - 1)), tuple(states[m] for m in range(len(starts)))
+
+
+def _starts(program: StepProgram) -> list[tuple[int, int]]:
+    """Where every speculator's kinds and rows begin among those of all."""
+    kinds = np.cumsum([0, *(speculator.num_kinds for speculator in program.speculators)])
+    rows = np.cumsum([0, *(speculator.num_nodes for speculator in program.speculators)])
+    return list(zip(kinds[:-1].tolist(), rows[:-1].tolist(), strict=True))
+
+
+def _offer(draft: Draft, state: DecodeState, costs: StepCosts, program: StepProgram) -> Float[Array, ""]:
+    """Expected tokens per second of all slots with this draft alone."""
+    rate_BN = jnp.take_along_axis(state.rate_BJ, draft.kind_BN, axis=1)
+    chance_BN = gate.path_chances(draft.tree, rate_BN, depth=program.path_len - 1)
+    return gate.token_rates(-jnp.sort(-chance_BN, axis=1), state.active_B, program.buckets, costs.verify_J).max()
 
 
 def _must_stay_whole(state: DecodeState, program: StepProgram) -> Bool[Array, ""]:
     """Whether a slot's tokens depend on its whole tree: a cut made for its neighbours' sake would change them."""
-    return jnp.bool_(program.keeps_draws) & (state.active_B & state.sampling.is_random_B).any()
+    has_tree_B = state.active_B & state.allowed_Bn.any(axis=1)
+    return jnp.bool_(program.keeps_draws) & (has_tree_B & state.sampling.is_random_B).any()
 
 
 def _worth_drafting(
-    speculator: Speculator, m: int, first_kind: int, state: DecodeState, costs: StepCosts, program: StepProgram
-) -> Bool[Array, ""]:
-    """Whether a speculator whose tree is known beforehand pays for its drafting as well."""
+    speculator: Speculator, m: int, first_kind: int, allowed_Bn: Bool[Array, "B n"], offered: Float[Array, ""],
+    state: DecodeState, costs: StepCosts, program: StepProgram,
+) -> Bool[Array, ""]:  # fmt: skip
+    """Whether a speculator whose tree is known beforehand pays for its drafting, and better than what is offered."""
     static = speculator.static_tree()
     if static is None or not program.adaptive:
         return jnp.bool_(True)
@@ -157,24 +187,29 @@ def _worth_drafting(
         jnp.zeros(shape, jnp.int32),
         jnp.broadcast_to(parent_N[None], shape),
         jnp.broadcast_to(depth_N[None], shape),
-        jnp.ones(shape, bool),
+        jnp.pad(allowed_Bn, ((0, 0), (1, 0)), constant_values=True),
     )
     chance_BN = gate.path_chances(tree, state.rate_BJ[:, first_kind + kind_N], depth=speculator.depth)
-    best = gate.best_bucket(chance_BN, state.active_B, program.buckets, costs.verify_J, costs.draft_M[m])
-    return best > 0
+    chance_BN = -jnp.sort(-chance_BN, axis=1)
+    rate_J = gate.token_rates(chance_BN, state.active_B, program.buckets, costs.verify_J, costs.draft_M[m])
+    return (jnp.argmax(rate_J) > 0) & (rate_J.max() > offered)
 
 
 def _fit(
     draft: MergedDraft, state: DecodeState, costs: StepCosts, program: StepProgram
 ) -> tuple[MergedDraft, Int[Array, ""]]:
     """The draft with its likeliest rows first, and the index of the bucket to run."""
-    if not (program.adaptive and program.speculators):
+    if not program.speculators:
+        return draft, jnp.int32(0)
+    if not program.adaptive:
+        draft = draft.moved(*clip_nodes(draft.tree, state.max_nodes_B))
         rows_needed = jnp.max(jnp.sum(draft.tree.valid_BN, axis=1))
         return draft, jnp.searchsorted(np.array(program.buckets, np.int32), rows_needed).astype(jnp.int32)
     rate_BN = jnp.take_along_axis(state.rate_BJ, draft.kind_BN, axis=1)
     chance_BN = gate.path_chances(draft.tree, rate_BN, depth=program.path_len - 1)
     draft = draft.moved(*order_by(draft.tree, chance_BN))
-    chance_BN = -jnp.sort(-chance_BN, axis=1)
+    draft = draft.moved(*clip_nodes(draft.tree, state.max_nodes_B))
+    chance_BN = jnp.where(draft.tree.valid_BN, -jnp.sort(-chance_BN, axis=1), 0)
     best = gate.best_bucket(chance_BN, state.active_B, program.buckets, costs.verify_J)
     return draft, jnp.where(_must_stay_whole(state, program), len(program.buckets) - 1, best)
 
@@ -203,9 +238,10 @@ def _verify(
     x_DT, kv = forward(
         params, tree.token_BN, position_BN, state.cache, ancestor_words(tree.parent_BN),
         config=program.llm, prompt_len_B=context.prompt_len_B, implementation=program.implementation,
+        access=weight_access(program.offloads),
     )  # fmt: skip
-    logits_VT = vocabulary_logits(params, x_DT, config=program.llm)
-    target = Target(logits_VT[: program.vocab_size], state.sampling, state.is_stop_BV, use)
+    logits_VT = vocabulary_logits(params, x_DT, config=program.llm, access=weight_access(program.offloads))
+    target = Target(_emittable(logits_VT, program), state.sampling, state.is_stop_BV, use)
     path_len = min(A, N)
 
     def greedy() -> Verdict:
@@ -232,10 +268,18 @@ def _verify(
     def logprobs() -> ChosenLogprobs:
         column_BA = jnp.arange(B)[:, None] * N + jnp.minimum(path_BA, N - 1)
         path_logits_VT = jnp.take(logits_VT, column_BA.reshape(-1), axis=1)
-        return chosen_logprobs(path_logits_VT, verdict.token_BA.reshape(-1), num_top=program.num_logprobs)
+        return chosen_logprobs(path_logits_VT, verdict.token_BA.reshape(-1), num_top=program.num_logprobs, top_k=top_k)
 
     chosen = jax.lax.cond(use.logprobs, logprobs, lambda: no_logprobs(B * A, program.num_logprobs))
     return _Verified(verdict, gather_rows(kv, path_BA), chosen)
+
+
+def _emittable(logits_VT: Float[Array, "V T"], program: StepProgram) -> Float[Array, "ids T"]:
+    """Logits of the ids that may be emitted; a cut through a split vocabulary would move all of it."""
+    if not program.splits_vocab:
+        return logits_VT[: program.vocab_size]
+    is_id_V1 = jnp.arange(logits_VT.shape[0])[:, None] < (program.vocab_limit or program.llm.vocab_size)
+    return constrain(jnp.where(is_id_V1, logits_VT, -jnp.inf), "vocab", None)
 
 
 def _sources(draft: MergedDraft, verdict: Verdict, kept_B: Int[Array, " B"]) -> UInt32[Array, "B A"]:

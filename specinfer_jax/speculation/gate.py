@@ -47,14 +47,14 @@ def path_chances(tree: TokenTree, rate_BN: Float[Array, "B N"], *, depth: int) -
     return jax.lax.fori_loop(1, depth + 1, level, chance_BN)
 
 
-def best_bucket(
+def token_rates(
     chance_BN: Float[Array, "B N"],
     active_B: Bool[Array, " B"],
     buckets: Sequence[int],
     verify_J: Float[Array, " J"],
     draft_cost: Float[Array, ""] | float = 0.0,
-) -> Int[Array, ""]:
-    """Index of the bucket with the most expected tokens per second over all active slots; 0 is no speculation.
+) -> Float[Array, " J"]:
+    """Expected tokens per second of all active slots by row bucket; the first is a plain step, with its head start.
 
     `draft_cost` is added to every bucket but the first (drafting still to be paid for).
     """
@@ -63,7 +63,18 @@ def best_bucket(
     tokens_J = jnp.sum(jnp.where(active_B[:, None], tokens_BJ, 0.0), axis=0)
     is_plain_J = jnp.arange(len(buckets)) == 0
     rate_J = tokens_J / (verify_J + jnp.where(is_plain_J, 0.0, draft_cost))
-    return jnp.argmax(jnp.where(is_plain_J, rate_J * _NEED, rate_J)).astype(jnp.int32)
+    return jnp.where(is_plain_J, rate_J * _NEED, rate_J)
+
+
+def best_bucket(
+    chance_BN: Float[Array, "B N"],
+    active_B: Bool[Array, " B"],
+    buckets: Sequence[int],
+    verify_J: Float[Array, " J"],
+    draft_cost: Float[Array, ""] | float = 0.0,
+) -> Int[Array, ""]:
+    """Index of the bucket with the most expected tokens per second, as `token_rates` has them; 0 is no speculation."""
+    return jnp.argmax(token_rates(chance_BN, active_B, buckets, verify_J, draft_cost)).astype(jnp.int32)
 
 
 def committed_nodes(tree: TokenTree, token_BA: Int[Array, "B A"], count_B: Int[Array, " B"]) -> tuple[Array, Array]:

@@ -6,7 +6,7 @@ cheaper on CPU (docs/log.md). Tokens that tie with the last one kept are kept to
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -278,12 +278,18 @@ class ChosenLogprobs(NamedTuple):
     """Theirs."""
 
 
-def chosen_logprobs(logits_VT: Float[Array, "V T"], token_T: Int[Array, " T"], *, num_top: int) -> ChosenLogprobs:
-    """Log-softmax of the raw logits at the chosen tokens and at the `num_top` likeliest ones; at most V of them."""
+def chosen_logprobs(
+    logits_VT: Float[Array, "V T"], token_T: Int[Array, " T"], *,
+    num_top: int, top_k: Callable[[Array, int], Any] = jax.lax.top_k,
+) -> ChosenLogprobs:  # fmt: skip
+    """Log-softmax of the raw logits at the chosen tokens and at the `num_top` likeliest ones; at most V of them.
+
+    `top_k`: as `jax.lax.top_k`, for a vocabulary that is split over devices.
+    """
     x_TV = logits_VT.astype(jnp.float32).T
     x_TV = x_TV - jax.nn.logsumexp(x_TV, axis=1, keepdims=True)
     logprob_T1 = jnp.take_along_axis(x_TV, token_T[:, None], axis=1, mode="clip")
-    top_TK, id_TK = jax.lax.top_k(x_TV, num_top)
+    top_TK, id_TK = top_k(x_TV, num_top)
     rank_T = 1 + jnp.sum(x_TV > logprob_T1, axis=1, dtype=jnp.int32)
     return ChosenLogprobs(logprob_T1[:, 0], rank_T, id_TK.astype(jnp.int32), top_TK)
 

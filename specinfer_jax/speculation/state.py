@@ -68,6 +68,10 @@ class DecodeState(NamedTuple):
     """The LLM's cache; between steps its length is committed - 1."""
     speculators: tuple[SpeculatorState, ...]
     """State of every speculator (an SSM's cache)."""
+    allowed_Bn: Bool[Array, "B n"]
+    """Which rows of the speculators' trees, side by side and without their roots, the slot's request wants."""
+    max_nodes_B: Int[Array, " B"]
+    """Most nodes of the slot's merged tree, the likeliest where the gate is on; not where draws count (narrow.py)."""
     rate_BJ: Float[Array, "B J"]
     """Running acceptance rates of all kinds of nodes, speculators side by side."""
     stats: StepStats
@@ -94,6 +98,10 @@ class StepProgram:
     """Ids from here on are padding and never emitted; None: the tokenizer knows all of them."""
     implementation: str | None = None
     """Attention kernel; None picks."""
+    splits_vocab: bool = False
+    """The vocabulary is split over devices: ids from `vocab_limit` on are banned, but stay in all arrays."""
+    offloads: bool = False
+    """The LLM's weights lie in host memory and are streamed layer by layer; such a program is not adaptive."""
 
     @property
     def num_rows(self) -> int:
@@ -107,13 +115,13 @@ class StepProgram:
 
     @property
     def vocab_size(self) -> int:
-        """Ids that may be emitted."""
-        return self.vocab_limit or self.llm.vocab_size
+        """Entries of arrays over ids; of ids that may be emitted, unless the vocabulary is split."""
+        return self.llm.vocab_size if self.splits_vocab else self.vocab_limit or self.llm.vocab_size
 
     @property
     def num_logprobs(self) -> int:
         """Alternatives per token where log-probabilities are asked for."""
-        return min(MAX_LOGPROBS, self.llm.vocab_size)
+        return min(MAX_LOGPROBS, self.llm.vocab_size - self.llm.num_padding_ids)
 
     @property
     def keeps_draws(self) -> bool:
@@ -125,6 +133,8 @@ class StepProgram:
         """Row counts compiled: the smallest that holds the whole tree, and with the gate those on the way."""
         rows = min(self.num_rows, self.max_rows) if self.adaptive and not self.keeps_draws else self.num_rows
         whole = next((bucket for bucket in ROW_BUCKETS if bucket >= rows), rows)
+        if self.offloads:  # a pass takes as long as its weights need to arrive, whatever its rows
+            return (whole,)
         if not self.adaptive:
             return (1, whole) if whole > 1 else (1,)
         return (*(rows for rows in ROW_BUCKETS if rows < whole and rows != 2), whole)

@@ -12,6 +12,8 @@ UNKNOWN_RATES = AcceptanceRates.from_success(0.6, 0.8, 5)
 MAX_DEPTH = 8
 """Most levels of a tree chosen for speed."""
 _WIDE_DEPTH = 16
+WIDE_NGRAM = (6, 2)
+"""Continuations of n-grams beside SSMs in `tree="wide"`, whose nodes count among WIDE_NODES."""
 
 
 class Choice(NamedTuple):
@@ -46,9 +48,9 @@ def fastest_ssm(
     return max(choices, key=lambda choice: choice.tokens_per_second, default=None)
 
 
-def widest_trees(rates: Sequence[AcceptanceRates | None]) -> list[TreeShape]:
-    """For every SSM the tree with the most tokens per step, together at most WIDE_NODES speculated nodes."""
-    share = max(WIDE_NODES // max(len(rates), 1), 1)
+def widest_trees(rates: Sequence[AcceptanceRates | None], *, max_nodes: int = WIDE_NODES) -> list[TreeShape]:
+    """For every SSM the tree with the most tokens per step, together at most `max_nodes` speculated nodes."""
+    share = max(max_nodes // max(len(rates), 1), 1)
     return [
         best_trees(own or UNKNOWN_RATES, max_nodes=share, max_depth=min(_WIDE_DEPTH, share))[-1].shape for own in rates
     ]

@@ -65,9 +65,22 @@ def clip_depth(tree: TokenTree, max_depth_B: Int[Array, " B"]) -> tuple[TokenTre
     Returns:
       The tree in the same row order, and the old row of every new row (N in padding rows).
     """
-    N = tree.num_rows
-    keep_BN = tree.valid_BN & (tree.depth_BN <= jnp.maximum(max_depth_B, 0)[:, None])
-    new_row_BN = jnp.where(keep_BN, jnp.cumsum(keep_BN, axis=1, dtype=jnp.int32) - 1, N)
+    return _keep(tree, tree.depth_BN <= jnp.maximum(max_depth_B, 0)[:, None])
+
+
+def clip_nodes(tree: TokenTree, max_nodes_B: Int[Array, " B"]) -> tuple[TokenTree, Int[Array, "B N"]]:
+    """Keep the root and the first so many rows behind it; since parents come first, this is again a tree.
+
+    Returns:
+      As `clip_depth`.
+    """
+    return _keep(tree, _row_numbers(tree) <= jnp.maximum(max_nodes_B, 0)[:, None])
+
+
+def _keep(tree: TokenTree, keep_BN: Bool[Array, "B N"]) -> tuple[TokenTree, Int[Array, "B N"]]:
+    """Rows that are to stay, none of them below one that is not."""
+    keep_BN = tree.valid_BN & keep_BN
+    new_row_BN = jnp.where(keep_BN, jnp.cumsum(keep_BN, axis=1, dtype=jnp.int32) - 1, tree.num_rows)
     return _move_rows(tree, new_row_BN)
 
 

@@ -16,7 +16,7 @@ from specinfer_jax.sampling_params import SamplingParams
 from specinfer_jax.serving.async_protocol import RequestFailedError
 from specinfer_jax.serving.openai.errors import ApiError
 from specinfer_jax.serving.openai.prometheus import ServerMetrics
-from specinfer_jax.serving.openai.responses import CompletionTokensDetails, Usage
+from specinfer_jax.serving.openai.responses import CompletionTokensDetails, PromptTokensDetails, Usage
 
 Result = TypeVar("Result")
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -102,7 +102,7 @@ class Tally:
 
     def __init__(self, prompt_lengths: Sequence[int]) -> None:
         self._prompt_tokens = sum(prompt_lengths)
-        self._completion_tokens = 0
+        self._cached_tokens = self._completion_tokens = 0
         self._stats: list[RequestStats] = []
 
     def add(self, output: StreamOutput) -> None:
@@ -110,6 +110,8 @@ class Tally:
         self._completion_tokens += len(output.token_ids)
         if output.stats is not None:
             self._stats.append(output.stats)
+            if output.index == 0:  # the other continuations of a prompt share it with the first
+                self._cached_tokens += output.stats.cached_tokens
 
     @property
     def stats(self) -> RequestStats | None:
@@ -128,6 +130,7 @@ class Tally:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=self._completion_tokens,
             total_tokens=self._prompt_tokens + self._completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._cached_tokens),
             completion_tokens_details=CompletionTokensDetails(
                 accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
             ),

@@ -1,0 +1,150 @@
+"""Serving under load: throughput, time to first token and per token, by way of decoding and batch size.
+
+python -m benchmarks.serving --prompts FILE.jsonl --limit 32 --batches 1,2,4,8,16 --max-tokens 64 --out out/serving
+python -m benchmarks.serving --prompts FILE.jsonl --rates 0.5,1,2 --batches 8                   # Poisson arrivals
+python -m benchmarks.serving --prompts FILE.jsonl --ssm FOLDER --widths 1,2,3,4,5 --batches 1,4,16
+
+Closed loop: as many clients as there are slots, each with its next request as soon as it has its answer (SpecInfer,
+figure 7: time per token by batch size). Poisson: arrivals at random, `--rates` per second. With `--widths`, trees of an
+SSM with so many children at the third level (figure 10). Memory and time against decoding each path as a sequence of
+its own (figure 11): benchmarks.parallel_paths.
+
+The table is Markdown on the screen; OUT takes all figures as JSON and the plots as PNG.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import describe_machine
+from benchmarks.peers import encode_prompts
+from benchmarks.serving_load import Load, run_load
+from benchmarks.serving_plots import plot_by_batch, plot_by_rate
+from specinfer_jax.assemble import PAGE_SIZE, Model, choose_dtype, open_model
+from specinfer_jax.config import DEFAULT_MODEL, Speculation
+from specinfer_jax.errors import ConfigError, SpecInferError
+from specinfer_jax.llm import LLM
+from specinfer_jax.prompts import read_prompts
+from specinfer_jax.sampling_params import SamplingParams
+from specinfer_jax.serving.engine import Engine
+from specinfer_jax.serving.request import EngineRequest
+from specinfer_jax.speculation.ngram import NgramSpeculator
+from specinfer_jax.speculation.ssm import SsmSpeculator
+from specinfer_jax.speculation.state import DecodeParams
+from specinfer_jax.tree.expand import Expansion
+
+MODES = ("incremental", "sequence", "tree")
+WIDTH_TREE = "1,1,{},1,1,1,1,1"
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Options of the command line."""
+
+    def numbers(kind: type) -> Any:
+        return lambda text: [kind(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--ssm", action="append", default=[], help="as in Speculation(ssms=[...]); may be repeated")
+    parser.add_argument("--tree", help="tree of every SSM")
+    parser.add_argument("--widths", type=numbers(int), default=[], help="children at the third level")
+    parser.add_argument("--modes", type=lambda text: text.split(","), default=list(MODES))
+    parser.add_argument("--batches", type=numbers(int), default=[1, 2, 4, 8, 16])
+    parser.add_argument("--rates", type=numbers(float), default=[], help="Poisson arrivals a second; none: closed loop")
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--limit", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--max-model-len", type=int, default=1024)
+    parser.add_argument("--cache-tokens", type=int, help="as for LLM; less than all slots need shows preemption")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--out", type=Path, default=Path("out/serving"))
+    options = parser.parse_args(arguments)
+    if unknown := set(options.modes) - set(MODES):
+        parser.error(f"modes are {', '.join(MODES)}; got {', '.join(sorted(unknown))}")
+    if options.widths and not options.ssm:
+        parser.error("--widths needs --ssm: n-gram trees have no children per level")
+    return options
+
+
+def make_engine(model: Model, mode: str, batch: int, options: argparse.Namespace) -> Engine:
+    """An engine of so many slots, compiled and warm; a mode is one of `MODES` or "width N"."""
+    width = mode.removeprefix("width ") if mode.startswith("width ") else None
+    tree = options.tree if width is None else WIDTH_TREE.format(width)
+    speculation = Speculation.off() if mode == "incremental" else Speculation(ssms=options.ssm, tree=tree)
+    settings: dict[str, Any] = {"max_model_len": options.max_model_len, "cache_tokens": options.cache_tokens}
+    llm = LLM(model, speculation=speculation, dtype=options.dtype, max_num_seqs=batch, **settings)
+    if mode != "sequence":
+        return llm.engine
+    program, params = llm.engine.program, llm.engine.params
+    engine = Engine(
+        DecodeParams(params.llm, params.speculators[:1]),
+        dataclasses.replace(program, speculators=(chain_of(program.speculators[0]),)),
+        num_slots=batch, max_model_len=llm.max_model_len, page_size=PAGE_SIZE, dtype=llm.dtype,
+        num_pages=llm.engine.num_pages,
+    )  # fmt: skip
+    engine.warm_up()
+    return engine
+
+
+def chain_of(speculator: Any) -> Any:
+    """The speculator one child wide."""
+    if isinstance(speculator, SsmSpeculator):
+        return dataclasses.replace(speculator, expansion=Expansion((1,) * speculator.depth))
+    if isinstance(speculator, NgramSpeculator):
+        return dataclasses.replace(speculator, branch_depths=speculator.branch_depths[:1])
+    raise ConfigError(f"there is no chain of a {type(speculator).__name__}")
+
+
+def measure(model: Model, prompts: Sequence[Sequence[int]], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One row per mode, batch and load."""
+    sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens)
+    requests = [EngineRequest(list(ids), options.max_tokens, model.stop_ids(sampling), sampling) for ids in prompts]
+    rows = []
+    for batch in options.batches:
+        for mode in [*options.modes, *(f"width {width}" for width in options.widths)]:
+            engine = make_engine(model, mode, batch, options)
+            for rate in options.rates or [None]:
+                load = Load(requests, clients=batch) if rate is None else Load(requests, rate=rate)
+                rows.append({"mode": mode, "batch": batch, "rate": rate, **run_load(engine, load)})
+                print(line(rows[-1]), flush=True)
+    return rows
+
+
+HEADER = "| decoding | batch | load | tokens/s | tokens a step | TTFT p50 p99, s | TPOT p50 p99, ms | gap p99, ms |"
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    load = "closed" if row["rate"] is None else f"{row['rate']:g}/s"
+    first, per_token, gap = row["time_to_first_token"], row["time_per_output_token"], row["longest_gap"]
+    spent = "" if per_token is None else f"{1e3 * per_token['p50']:.1f} {1e3 * per_token['p99']:.1f}"
+    return (
+        f"| {row['mode']} | {row['batch']} | {load} | {row['tokens_per_second']:.1f} | {row['tokens_per_step']:.2f} | "
+        f"{first['p50']:.2f} {first['p99']:.2f} | {spent} | {1e3 * gap['p99']:.0f} |"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print, write."""
+    options = parse_arguments(arguments)
+    try:
+        model = open_model(options.model, dtype=choose_dtype(options.dtype))
+        entries = read_prompts(options.prompts, limit=options.limit)
+        prompts = encode_prompts(model.tokenizer, [entry.prompt for entry in entries])
+        print(f"{HEADER}\n{'|---' * (HEADER.count('|') - 1)}|")
+        rows = measure(model, prompts, options)
+    except SpecInferError as error:
+        raise SystemExit(f"error: {error}") from error
+    options.out.mkdir(parents=True, exist_ok=True)
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    result = {"machine": describe_machine(), "settings": settings, "rows": rows}
+    (options.out / "serving.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    plot_by_batch([row for row in rows if row["rate"] is None], options.out / "by_batch.png")
+    plot_by_rate([row for row in rows if row["rate"] is not None], options.out / "by_rate.png")
+
+
+if __name__ == "__main__":
+    main()
