@@ -27,6 +27,7 @@ from benchmarks.paper_tables import (
     Cell,
     Measuring,
     Success,
+    is_counted,
     rules_of_ssm_counts,
     rules_of_table_2,
     rules_of_table_3,
@@ -93,7 +94,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {', '.join(PROMPT_SETS)} as .jsonl")
     parser.add_argument("--sets", type=names, default=list(PROMPT_SETS), help="only these prompt sets")
     parser.add_argument("--limit", type=int, default=20, help="prompts of each set, from its start")
-    parser.add_argument("--decode-limit", type=int, help="prompts of each set where counting on answers will not do")
+    parser.add_argument(
+        "--decode-limit", type=int, help="prompts of each set where counting will not do; 0: no such rows"
+    )
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=1.0, help="of what is stochastic")
     parser.add_argument("--tree", default="1,1,3,1,1", help="of table 3: children per node and level")
@@ -145,7 +148,8 @@ def measure(options: argparse.Namespace, model: Model, ssms: Sequence[Model]) ->
             print("\n" + table_of_success(found[table]) + "\n", flush=True)
         else:
             own = ssms if table == "ssms" else ssms[:1]
-            cells = tokens_per_step(measuring, own, rules[table], report=_line, decodes=options.decode)
+            asked = [rule for rule in rules[table] if is_counted(rule) or options.decode_limit != 0]
+            cells = tokens_per_step(measuring, own, asked, report=_line, decodes=options.decode)
             found[table] = with_pool(cells)
             print("\n" + table_of_cells(found[table]) + "\n", flush=True)
     return found

@@ -44,10 +44,14 @@ class Rule:
 
 
 def rules_of_table_2(temperature: float) -> list[Rule]:
-    """Widths 1 to 5 at the third level of the paper's tree, greedy and stochastic."""
+    """Widths 1 to 5 at the third level of the paper's tree, greedy and stochastic by MSS and by naive sampling."""
     return [
-        Rule(f"{name}, width {width}", f"1,1,{width},1,1,1,1,1", t)
-        for name, t in (("greedy", 0.0), ("stochastic", temperature))
+        Rule(f"{name}, width {width}", f"1,1,{width},1,1,1,1,1", t, *pair)
+        for name, t, pair in (
+            ("greedy", 0.0, (TOP_K, NAIVE)),
+            ("stochastic NS", temperature, (TOP_K, NAIVE)),
+            ("stochastic MSS", temperature, (WITHOUT_REPLACEMENT, MSS_RENORMALIZED)),
+        )
         for width in WIDTHS
     ]
 

@@ -255,7 +255,7 @@ def test_config_files(tmp_path: Path) -> None:
         "[sampling]\ntemperature = -1.0": "temperature",
         "speculation = 3": "must be a table",
         "mesh = 'model=2'": "mesh must look like",
-        "mesh = 'data=1,model=8'": "this version runs on one",
+        "mesh = 'data=0,model=8'": "mesh must look like",
         "x = ": "not a TOML file",
     }.items():
         path.write_text(text, encoding="utf-8")

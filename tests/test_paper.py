@@ -41,6 +41,7 @@ def test_rules_are_the_papers() -> None:
     assert [rule.tree for rule in widths[:5]] == [f"1,1,{k},1,1,1,1,1" for k in (1, 2, 3, 4, 5)]
     assert {rule.temperature for rule in widths[:5]} == {0.0}
     assert {rule.temperature for rule in widths[5:]} == {1.0}
+    assert [paper_tables.is_counted(rule) for rule in widths] == [True] * 10 + [False] * 5
     for rule in paper_tables.rules_of_table_3("1,3", 1.0):
         assert exact_pair(rule.children, rule.verification) == (rule.children, rule.verification)
     counts = rules_of_ssm_counts(3, 1.0)

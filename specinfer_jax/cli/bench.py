@@ -36,6 +36,9 @@ def bench(
     temperature: Annotated[
         float, typer.Option(min=0, metavar="T", help="Of all requests; above 0 prompt i has seed i.")
     ] = 0.0,
+    max_chain_depth: Annotated[
+        int, typer.Option(min=1, metavar="D", help="Longest chain of an SSM that is tried on the first prompts.")
+    ] = 8,
     by_category: Annotated[bool, typer.Option("--by-category", help="Figures for every category too.")] = False,
     chat: Annotated[
         bool | None,
@@ -65,7 +68,8 @@ def bench(
             lambda: run_bench(
                 model, prompts, speculation=config.speculation, max_tokens=config.sampling.max_tokens,
                 temperature=temperature, repeats=repeats, chat=chat, by_category=by_category, dtype=config.dtype,
-                max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs, on_progress=on_progress,
+                max_model_len=config.max_model_len, max_num_seqs=config.max_num_seqs,
+                max_chain_depth=max_chain_depth, on_progress=on_progress,
             )
         )  # fmt: skip
     console = Console(highlight=False)
