@@ -2,30 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from benchmarks.drawing import pyplot, save_figure
 from benchmarks.paper_tables import PROMPT_SETS, Cell
-from specinfer_jax.errors import ConfigError
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("figures need matplotlib: pip install matplotlib") from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
 
 
 def plot_cdf(cells: Sequence[Cell], path: Path) -> None:
     """Figure 9: share of the prompts with at most so many tokens per step, one curve a tree width."""
-    pyplot = _pyplot()
     kinds = list(dict.fromkeys(c.rule.split(",")[0] for c in cells))
-    figure, axes = pyplot.subplots(1, len(kinds), figsize=(5 * len(kinds), 3.6), sharey=True, squeeze=False)
+    figure, axes = pyplot().subplots(1, len(kinds), figsize=(5 * len(kinds), 3.6), sharey=True, squeeze=False)
     for kind, ax in zip(kinds, axes[0], strict=True):
         for entry in cells:
             if entry.prompt_set == "all" and entry.rule.startswith(f"{kind},"):
@@ -36,14 +23,13 @@ def plot_cdf(cells: Sequence[Cell], path: Path) -> None:
         ax.grid(alpha=0.3)
     axes[0][0].set_ylabel("share of prompts")
     axes[0][-1].legend(loc="lower right")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_widths(cells: Sequence[Cell], path: Path) -> None:
     """Table 2: tokens per step by tree width with 95 % intervals, one line a prompt set."""
-    pyplot = _pyplot()
     kinds = list(dict.fromkeys(c.rule.split(",")[0] for c in cells))
-    figure, axes = pyplot.subplots(1, len(kinds), figsize=(5 * len(kinds), 3.6), squeeze=False)
+    figure, axes = pyplot().subplots(1, len(kinds), figsize=(5 * len(kinds), 3.6), squeeze=False)
     for kind, ax in zip(kinds, axes[0], strict=True):
         for name in dict.fromkeys(c.prompt_set for c in cells):
             own = [c for c in cells if c.prompt_set == name and c.rule.startswith(f"{kind},")]
@@ -55,10 +41,4 @@ def plot_widths(cells: Sequence[Cell], path: Path) -> None:
         ax.grid(alpha=0.3)
     axes[0][0].set_ylabel("tokens per step")
     axes[0][-1].legend(fontsize="small")
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
-    _pyplot().close(figure)
+    save_figure(figure, path)

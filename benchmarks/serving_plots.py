@@ -4,27 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specinfer_jax.errors import ConfigError
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise ConfigError("figures need matplotlib: pip install matplotlib") from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
+from benchmarks.drawing import pyplot, save_figure
 
 
 def plot_by_batch(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Time per token and throughput by batch size, one bar a way of decoding (SpecInfer, figures 7 and 10)."""
     if not rows:
         return
-    pyplot = _pyplot()
     modes, batches = list(dict.fromkeys(r["mode"] for r in rows)), sorted({r["batch"] for r in rows})
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.6))
     for m, mode in enumerate(modes):
         own = {r["batch"]: r for r in rows if r["mode"] == mode and r["time_per_output_token"] is not None}
         at = [i + (m - (len(modes) - 1) / 2) * 0.8 / len(modes) for i, b in enumerate(batches) if b in own]
@@ -35,15 +23,14 @@ def plot_by_batch(rows: Sequence[dict[str, Any]], path: Path) -> None:
         ax.set(xticks=range(len(batches)), xticklabels=batches, xlabel="batch size", ylabel=label)
         ax.grid(axis="y", alpha=0.3)
     axes[0].legend()
-    _save(pyplot, figure, path)
+    save_figure(figure, path)
 
 
 def plot_by_rate(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Time to first token and per token by arrivals a second."""
     if not rows:
         return
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.6))
     for mode, batch in dict.fromkeys((r["mode"], r["batch"]) for r in rows):
         own = sorted((r for r in rows if (r["mode"], r["batch"]) == (mode, batch)), key=lambda r: r["rate"])
         for ax, name in zip(axes, ("time_to_first_token", "time_per_output_token"), strict=True):
@@ -53,13 +40,12 @@ def plot_by_rate(rows: Sequence[dict[str, Any]], path: Path) -> None:
         ax.set(xlabel="arrivals per second", ylabel=label)
         ax.grid(alpha=0.3)
     axes[0].legend()
-    _save(pyplot, figure, path)
+    save_figure(figure, path)
 
 
 def plot_paths(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Tree-based against sequence-based parallel decoding: time of a pass and bytes (SpecInfer, figure 11)."""
-    pyplot = _pyplot()
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6))
+    figure, axes = pyplot().subplots(1, 2, figsize=(10, 3.6))
     for tree in dict.fromkeys(r["tree"] for r in rows):
         own = [r for r in rows if r["tree"] == tree]
         batches = [r["batch"] for r in own]
@@ -71,10 +57,4 @@ def plot_paths(rows: Sequence[dict[str, Any]], path: Path) -> None:
         ax.set(xlabel="batch size", ylabel=label)
         ax.grid(alpha=0.3)
     axes[0].legend()
-    _save(pyplot, figure, path)
-
-
-def _save(pyplot: Any, figure: Any, path: Path) -> None:
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, path)

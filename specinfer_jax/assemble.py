@@ -34,7 +34,14 @@ from specinfer_jax.speculation.rules import exact_pair
 from specinfer_jax.speculation.speculator import Speculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
 from specinfer_jax.speculation.state import DecodeParams, StepProgram
-from specinfer_jax.speculation.tree_choice import MAX_DEPTH, WIDE_NGRAM, fastest_ssm, widest_trees
+from specinfer_jax.speculation.tree_choice import (
+    MAX_DEPTH,
+    NEED,
+    NEED_BESIDE_NGRAMS,
+    WIDE_NGRAM,
+    fastest_ssm,
+    widest_trees,
+)
 from specinfer_jax.tokenizer import Tokenizer
 from specinfer_jax.tree.expand import parse_expansion
 from specinfer_jax.tree.optimal import CATCH_UP_ROWS, WIDE_NODES
@@ -294,6 +301,7 @@ def _choose_shapes(
         [own for own in rates if own is not None],
         verify_seconds=seconds(llm, buckets),
         draft_seconds=[seconds(ssms[m], draft_rows) for m in known],
+        need=NEED_BESIDE_NGRAMS if speculation.uses_ngram else NEED,
     )
     shapes: list[TreeShape | None] = [None] * len(ssms)
     if choice is not None:

@@ -27,7 +27,18 @@ def test_ci_runs_the_readmes_test_command() -> None:
     assert "pip install" not in script, "what is installed stands in the README alone"
 
 
-@pytest.mark.parametrize("page", ["README.md", "CHANGELOG.md", "docs/log.md", "docs/kernels.md", "docs/results.md", "docs/scale.md", "docs/multihost.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "CHANGELOG.md",
+        "docs/log.md",
+        "docs/kernels.md",
+        "docs/results.md",
+        "docs/scale.md",
+        "docs/multihost.md",
+    ],
+)
 def test_links_lead_somewhere(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]

@@ -57,6 +57,9 @@ def test_the_faster_of_two_ssms() -> None:
     assert choice is not None and choice.ssm == 0
     assert fastest_ssm([POOR, POOR], verify_seconds=verify, draft_seconds=[dear, dear]) is None
     assert fastest_ssm([], verify_seconds=verify, draft_seconds=[]) is None
+    gain = choice.tokens_per_second * verify[1]
+    assert fastest_ssm([POOR], verify_seconds=verify, draft_seconds=[cheap], need=gain * 0.99) is not None
+    assert fastest_ssm([POOR], verify_seconds=verify, draft_seconds=[cheap], need=gain * 1.01) is None
 
 
 def test_wide_trees_share_the_nodes() -> None:
@@ -96,6 +99,9 @@ def test_auto_takes_the_best_ssm_and_its_tree(model: Model, monkeypatch: pytest.
     assert program_of(model, GOOD, tree="auto").speculators[0].expansion == ssm.expansion
     both = program_of(model, GOOD, ngram=True)
     assert [speculator.name for speculator in both.speculators] == ["ssm", "ngram"]
+    monkeypatch.setattr(assemble, "NEED_BESIDE_NGRAMS", 100.0)  # n-grams cost nothing
+    assert [type(s) for s in program_of(model, GOOD, ngram=True).speculators] == [NgramSpeculator]
+    assert [speculator.name for speculator in program_of(model, GOOD).speculators] == ["ssm"]
 
 
 def test_auto_takes_no_ssm_where_none_pays(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,10 @@ UNKNOWN_RATES = AcceptanceRates.from_success(0.6, 0.8, 5)
 """Of an SSM that nobody measured: hopeful, so that it is tried."""
 MAX_DEPTH = 8
 """Most levels of a tree chosen for speed."""
+NEED = 1.02
+"""What an SSM's tree must promise over incremental decoding: its rates are those of other prompts."""
+NEED_BESIDE_NGRAMS = 1.1
+"""The same where n-grams propose as well, which cost nothing: less than this was lost again in use (docs/log.md)."""
 _WIDE_DEPTH = 16
 WIDE_NGRAM = (6, 2)
 """Continuations of n-grams beside SSMs in `tree="wide"`, whose nodes count among WIDE_NODES."""
@@ -29,7 +33,7 @@ class Choice(NamedTuple):
 
 def fastest_ssm(
     rates: Sequence[AcceptanceRates], *, verify_seconds: Mapping[int, float],
-    draft_seconds: Sequence[Mapping[int, float]],
+    draft_seconds: Sequence[Mapping[int, float]], need: float = NEED,
 ) -> Choice | None:  # fmt: skip
     """The SSM and the tree with the most tokens per second; None where none beats incremental decoding.
 
@@ -39,10 +43,11 @@ def fastest_ssm(
       rates: acceptance of every SSM.
       verify_seconds: one LLM pass by row bucket.
       draft_seconds: one pass of every SSM by rows.
+      need: tokens per second over incremental decoding's that are asked for.
     """
     choices = []
     for m, (own, seconds) in enumerate(zip(rates, draft_seconds, strict=True)):
-        found = fastest_tree(own, verify_seconds=verify_seconds, draft_seconds=seconds, max_depth=MAX_DEPTH)
+        found = fastest_tree(own, verify_seconds=verify_seconds, draft_seconds=seconds, max_depth=MAX_DEPTH, need=need)
         if found is not None:
             choices.append(Choice(m, found.shape, found.tokens_per_second))
     return max(choices, key=lambda choice: choice.tokens_per_second, default=None)

@@ -24,8 +24,6 @@ from specinfer_jax.tree.shape import MAX_TREE_NODES, TreeShape
 
 WIDE_NODES = 32
 """Speculated nodes of the tree with the most tokens per step."""
-_NEED = 1.02
-"""A tree must promise this much more than incremental decoding: rates are those of other prompts."""
 _UNLIMITED = MAX_TREE_NODES + 1
 _LIMITS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Inner nodes of a level that are tried."""
@@ -91,7 +89,7 @@ def best_trees(rates: AcceptanceRates, *, max_nodes: int = MAX_TREE_NODES, max_d
 
 def fastest_tree(
     rates: AcceptanceRates, *, verify_seconds: Mapping[int, float], draft_seconds: Mapping[int, float],
-    max_depth: int = 8, num_ssms: int = 1, need: float = _NEED,
+    max_depth: int = 8, num_ssms: int = 1, need: float = 1.0,
 ) -> FastestTree | None:  # fmt: skip
     """The tree with the most tokens per second; None where incremental decoding is faster than any.
 
