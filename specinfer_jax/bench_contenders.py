@@ -81,7 +81,6 @@ def _engine_of(trees: "LLM", m: int, chain: Any) -> "Engine":
     from specinfer_jax.speculation.state import DecodeParams
 
     params, program = trees.engine.params, trees.engine.program
-    # A gate of its own kind of tree: a chain is cut where it does not pay, as trees are.
     engine = Engine(
         DecodeParams(params.llm, (params.speculators[m],)), dataclasses.replace(program, speculators=(chain,)),
         num_slots=trees.engine.num_slots, max_model_len=trees.max_model_len, page_size=PAGE_SIZE, dtype=trees.dtype,

@@ -203,7 +203,7 @@ class LLM:
             )
         ]
         jobs = [job for group in jobs_of for job in group]
-        with progress_bar(use_tqdm, len(jobs), "continuations") as tell:
+        with progress_bar("continuations", len(jobs), is_shown=use_tqdm) as tell:
             for progress in self.engine.run([job.request for job in jobs]):
                 jobs[progress.index].completion.add(progress)
                 tell(progress.finish_reason is not None, len(progress.new_token_ids))

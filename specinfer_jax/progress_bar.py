@@ -1,45 +1,57 @@
-"""A progress bar on the standard error stream, as vLLM's `use_tqdm` shows one. Free of jax."""
+"""How far long work has come: a bar; where stderr is no terminal, a line a minute and one at the end. Free of jax."""
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+OnProgress = Callable[[int, int], None]
+"""Gets how many more things are done, and how many more tokens."""
+_REPORT_SECONDS = 60.0
+"""Between lines where stderr is no terminal."""
+
 
 @contextmanager
-def progress_bar(is_shown: bool, total: int, description: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how many of `total` requests have ended, and the tokens so far.
+def progress_bar(what: str, total: int, *, is_shown: bool = True) -> Iterator[OnProgress]:
+    """Count things and tokens on stderr: a bar with tokens/s and time left, or lines if it is no terminal.
 
     Args:
+      what: is counted.
+      total: how many there are.
       is_shown: False shows nothing.
-      total: requests.
-      description: in front of the bar.
 
     Yields:
-      A function that is told of (requests that have ended, new tokens).
+      A function to be told of (things done, new tokens).
     """
     if not is_shown:
-        yield lambda ended, tokens: None
+        yield lambda new, new_tokens: None
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+    console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"),
-        TimeElapsedColumn(), TimeRemainingColumn(),
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"),
+        TimeRemainingColumn(elapsed_when_finished=True),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(description, total=total, tokens=0)
-        tokens_so_far = 0
+    done, tokens, began, reported = 0, 0, time.perf_counter(), time.perf_counter()
 
-        def tell(ended: int, tokens: int) -> None:
-            nonlocal tokens_so_far
-            tokens_so_far += tokens
-            bar.update(task, advance=ended, tokens=tokens_so_far)
+    def line(ending: str) -> None:
+        print(f"{what} {done}/{total}, {tokens} tokens, {ending}", file=sys.stderr, flush=True)
 
-        yield tell
+    with Progress(*columns, console=console, disable=not console.is_terminal, speed_estimate_period=300) as bar:
+        task = bar.add_task(what, total=total, speed="")
+
+        def on_progress(new: int, new_tokens: int) -> None:
+            nonlocal done, tokens, reported
+            done, tokens = done + new, tokens + new_tokens
+            now = time.perf_counter()
+            speed = f"{tokens / (now - began):.0f} tokens/s"
+            bar.update(task, advance=new, speed=speed)
+            if not console.is_terminal and now - reported > _REPORT_SECONDS:
+                reported = now
+                line(f"{speed}, {(now - began) / max(done, 1) * (total - done) / 60:.0f} min left")
+
+        yield on_progress
+    if not console.is_terminal:
+        line(f"{time.perf_counter() - began:.1f} s")

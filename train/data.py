@@ -18,10 +18,10 @@ from specinfer_jax import LLM, SamplingParams, Speculation
 from specinfer_jax.assemble import choose_dtype
 from specinfer_jax.config import DEFAULT_MODEL, DTYPES
 from specinfer_jax.errors import ConfigError, SpecInferError
+from specinfer_jax.progress_bar import OnProgress, progress_bar
 from specinfer_jax.serving.request import EngineRequest
 from train.answer_store import AnswerStore
 from train.answers import Answer, read_answers, text_hash
-from train.progress import OnProgress, progress_bar
 from train.prompts import TrainPrompt, cut_text, mix_prompts, parse_weights, read_train_prompts
 
 SPECULATIONS = {"off": Speculation.off(), "ngram": Speculation(ssms=())}

@@ -25,10 +25,10 @@ from specinfer_jax.config import DEFAULT_MODEL, DTYPES
 from specinfer_jax.errors import SpecInferError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.transformer import Params, vocabulary_logits
+from specinfer_jax.progress_bar import OnProgress, progress_bar
 from train.answer_store import check_settings, lock_folder, write_settings
 from train.answers import Answer, TrainDataError, read_answers
 from train.packing import BatchPlan, has_target
-from train.progress import OnProgress, progress_bar
 from train.step import hidden, train_batch
 from train.top_k import TopK, keys_of, next_shard, write_shard
 

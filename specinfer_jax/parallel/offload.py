@@ -5,17 +5,17 @@
                   | copy w2            |   copy w3            |      and the next one, which arrives meanwhile
 
 The compiler sees no dependence between copies and would start all of them at once; so each layer is one branch of a
-conditional whose condition it cannot foresee: what is inside begins when the branch begins. Measured by compiling for
-TPU v5e: two layers of temporaries, against all of them without branches (docs/log.md).
+conditional (`read_first`) whose condition it cannot foresee: what is inside begins when the branch begins. Measured by
+compiling for TPU v5e: two layers of temporaries, against all of them without branches (docs/log.md).
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from specinfer_jax.models.kv_cache import read_first
 from specinfer_jax.models.transformer import RESIDENT, LayerRun, Params, WeightAccess
 from specinfer_jax.notation import LayerKV
 
@@ -25,36 +25,27 @@ def to_device(weights: Any) -> Any:
     return jax.tree.map(lambda x: jax.device_put(x, jax.memory.Space.Device), weights)
 
 
-def _branch(condition: Array, compute: Callable[..., Any], *arguments: Any) -> Any:
-    """`compute(*arguments)`, begun when everything before it has ended."""
-
-    def nothing(*arguments: Any) -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, *arguments))
-
-    return jax.lax.cond(condition, compute, nothing, *arguments)
-
-
 def run_streamed(
     layer: LayerRun, params: Params, x_DT: Float[Array, "D T"], num_layers: int, condition: Bool[Array, ""]
 ) -> tuple[Float[Array, "D T"], tuple[LayerKV, ...]]:
     """All layers in turn; while one computes, the next one's weights are on their way."""
-    weights = _branch(condition, lambda: to_device(params["layers_0"]))
+    weights = read_first(condition, lambda: to_device(params["layers_0"]))
     rows = []
     for l in range(num_layers):
-
-        def one(x_DT: Array, weights: Any, l: int = l) -> tuple[Array, LayerKV, Any]:
+        # Bound as defaults: the names move on with the loop.
+        def one(x_DT: Array = x_DT, weights: Any = weights, l: int = l) -> tuple[Array, LayerKV, Any]:
             following = to_device(params[f"layers_{l + 1}"]) if l + 1 < num_layers else ()
             x_DT, new = layer(l, weights, x_DT)
             return x_DT, new, following
 
-        x_DT, new, weights = _branch(condition, one, x_DT, weights)
+        x_DT, new, weights = read_first(condition, one)
         rows.append(new)
     return x_DT, tuple(rows)
 
 
 def use_streamed(weights: Params, compute: Callable[..., Any], x: Array, condition: Bool[Array, ""]) -> Any:
     """`compute(weights, x)` with weights that are on the device for that long."""
-    return _branch(condition, lambda x: compute(to_device(weights), x), x)
+    return read_first(condition, lambda: compute(to_device(weights), x))
 
 
 STREAMED = WeightAccess(run_streamed, use_streamed)
