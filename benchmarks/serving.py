@@ -3,13 +3,16 @@
 python -m benchmarks.serving --prompts FILE.jsonl --limit 32 --batches 1,2,4,8,16 --max-tokens 64 --out out/serving
 python -m benchmarks.serving --prompts FILE.jsonl --rates 0.5,1,2 --batches 8                   # Poisson arrivals
 python -m benchmarks.serving --prompts FILE.jsonl --ssm FOLDER --widths 1,2,3,4,5 --batches 1,4,16
+python -m benchmarks.serving --prompts FILE.jsonl --modes incremental,watched --batches 8       # what overlapping gains
 
 Closed loop: as many clients as there are slots, each with its next request as soon as it has its answer (SpecInfer,
 figure 7: time per token by batch size). Poisson: arrivals at random, `--rates` per second. With `--widths`, trees of an
 SSM with so many children at the third level (figure 10). Memory and time against decoding each path as a sequence of
 its own (figure 11): benchmarks.parallel_paths.
 
-The table is Markdown on the screen; OUT takes all figures as JSON and the plots as PNG.
+"watched" is incremental decoding in which the host looks at each step before the next one begins, as it must where
+requests have stop strings. The table is Markdown on the screen; OUT takes all figures as JSON and the plots as PNG,
+with those of earlier runs that `--earlier` names.
 """
 
 import argparse
@@ -23,10 +26,10 @@ from benchmarks.machine import describe_machine
 from benchmarks.peers import encode_prompts
 from benchmarks.serving_load import Load, run_load
 from benchmarks.serving_plots import plot_by_batch, plot_by_rate
-from specinfer_jax.assemble import PAGE_SIZE, Model, choose_dtype, open_model
+from specinfer_jax.assemble import PAGE_SIZE, Model, build_program, choose_dtype, choose_max_model_len, open_model
+from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.config import DEFAULT_MODEL, Speculation
 from specinfer_jax.errors import ConfigError, SpecInferError
-from specinfer_jax.llm import LLM
 from specinfer_jax.prompts import read_prompts
 from specinfer_jax.sampling_params import SamplingParams
 from specinfer_jax.serving.engine import Engine
@@ -37,6 +40,7 @@ from specinfer_jax.speculation.state import DecodeParams
 from specinfer_jax.tree.expand import Expansion
 
 MODES = ("incremental", "sequence", "tree")
+WATCHED = "watched"
 WIDTH_TREE = "1,1,{},1,1,1,1,1"
 
 
@@ -60,10 +64,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--max-model-len", type=int, default=1024)
     parser.add_argument("--cache-tokens", type=int, help="as for LLM; less than all slots need shows preemption")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--earlier", type=Path, action="append", default=[], help="serving.json of another run")
     parser.add_argument("--out", type=Path, default=Path("out/serving"))
     options = parser.parse_args(arguments)
-    if unknown := set(options.modes) - set(MODES):
-        parser.error(f"modes are {', '.join(MODES)}; got {', '.join(sorted(unknown))}")
+    if unknown := set(options.modes) - {*MODES, WATCHED}:
+        parser.error(f"modes are {', '.join(MODES)} and {WATCHED}; got {', '.join(sorted(unknown))}")
     if options.widths and not options.ssm:
         parser.error("--widths needs --ssm: n-gram trees have no children per level")
     return options
@@ -73,17 +78,17 @@ def make_engine(model: Model, mode: str, batch: int, options: argparse.Namespace
     """An engine of so many slots, compiled and warm; a mode is one of `MODES` or "width N"."""
     width = mode.removeprefix("width ") if mode.startswith("width ") else None
     tree = options.tree if width is None else WIDTH_TREE.format(width)
-    speculation = Speculation.off() if mode == "incremental" else Speculation(ssms=options.ssm, tree=tree)
-    settings: dict[str, Any] = {"max_model_len": options.max_model_len, "cache_tokens": options.cache_tokens}
-    llm = LLM(model, speculation=speculation, dtype=options.dtype, max_num_seqs=batch, **settings)
-    if mode != "sequence":
-        return llm.engine
-    program, params = llm.engine.program, llm.engine.params
+    plain = mode in ("incremental", WATCHED)
+    speculation = Speculation.off() if plain else Speculation(ssms=options.ssm or None, tree=tree)
+    dtype = choose_dtype(options.dtype)
+    program, params = build_program(model, speculation, dtype=dtype, num_slots=batch)
+    if mode == "sequence":
+        params = DecodeParams(params.llm, params.speculators[:1])
+        program = dataclasses.replace(program, speculators=(chain_of(program.speculators[0]),))
     engine = Engine(
-        DecodeParams(params.llm, params.speculators[:1]),
-        dataclasses.replace(program, speculators=(chain_of(program.speculators[0]),)),
-        num_slots=batch, max_model_len=llm.max_model_len, page_size=PAGE_SIZE, dtype=llm.dtype,
-        num_pages=llm.engine.num_pages,
+        params, program, num_slots=batch, max_model_len=choose_max_model_len(model.config, options.max_model_len),
+        page_size=PAGE_SIZE, dtype=dtype,
+        num_pages=None if options.cache_tokens is None else -(-options.cache_tokens // PAGE_SIZE),
     )  # fmt: skip
     engine.warm_up()
     return engine
@@ -102,12 +107,14 @@ def measure(model: Model, prompts: Sequence[Sequence[int]], options: argparse.Na
     """One row per mode, batch and load."""
     sampling = SamplingParams(temperature=0, max_tokens=options.max_tokens)
     requests = [EngineRequest(list(ids), options.max_tokens, model.stop_ids(sampling), sampling) for ids in prompts]
+    watched = [dataclasses.replace(request, watch=lambda ids: None) for request in requests]
     rows = []
     for batch in options.batches:
         for mode in [*options.modes, *(f"width {width}" for width in options.widths)]:
             engine = make_engine(model, mode, batch, options)
             for rate in options.rates or [None]:
-                load = Load(requests, clients=batch) if rate is None else Load(requests, rate=rate)
+                asked = watched if mode == WATCHED else requests
+                load = Load(asked, clients=batch) if rate is None else Load(asked, rate=rate)
                 rows.append({"mode": mode, "batch": batch, "rate": rate, **run_load(engine, load)})
                 print(line(rows[-1]), flush=True)
     return rows
@@ -130,6 +137,7 @@ def line(row: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, write."""
     options = parse_arguments(arguments)
+    enable_compile_cache()
     try:
         model = open_model(options.model, dtype=choose_dtype(options.dtype))
         entries = read_prompts(options.prompts, limit=options.limit)
@@ -139,7 +147,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SpecInferError as error:
         raise SystemExit(f"error: {error}") from error
     options.out.mkdir(parents=True, exist_ok=True)
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    settings = {
+        name: str(value) if name in ("prompts", "out", "earlier") else value for name, value in vars(options).items()
+    }
+    rows = [row for file in options.earlier for row in json.loads(file.read_text(encoding="utf-8"))["rows"]] + rows
     result = {"machine": describe_machine(), "settings": settings, "rows": rows}
     (options.out / "serving.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     plot_by_batch([row for row in rows if row["rate"] is None], options.out / "by_batch.png")

@@ -108,6 +108,30 @@ def test_a_prompt_comes_in_chunks_and_the_last_token_stays_out() -> None:
     assert (device.works[-1].size, device.works[-1].is_last) == (0, True)
 
 
+def test_those_who_decode_wait_for_one_chunk_at_most() -> None:
+    """Five prompts of ten times a stream's length: between two of its steps comes one pass, or what is allowed."""
+    for passes in (1, 2):
+        manager = make(num_slots=6, num_pages=96, max_model_len=64, chunks=(8, 4))
+        device = Device(manager)
+        manager.add(0, [1, 2, 3, 4], 60)
+        manager.secure(passes=passes)
+        device.prefill()
+        for index in range(1, 6):
+            manager.add(index, [10 * index + k % 7 for k in range(40)], 42)
+        between = []
+        while any(entry is None or not entry.decodes for entry in manager.slots):
+            assert manager.secure(passes=passes) == []
+            between.append(device.prefill())
+            running = [entry.index for entry in manager.decoding()]
+            assert running[0] == 0, "the stream takes part in every step"
+            device.steps(1, lambda entry: [7])
+        assert max(between) == passes and sum(between) >= 5 * 5
+        manager.secure()
+        manager.add(9, [9] * 20, 21)
+        manager.end(1)
+        assert device.prefill() == 3, "without a limit prompts are prefilled whole"
+
+
 def test_a_shared_prefix_is_prefilled_once() -> None:
     manager = make(num_slots=8, num_pages=64)
     device = Device(manager)

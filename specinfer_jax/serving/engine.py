@@ -178,7 +178,7 @@ class Engine(Device):
                     self._end(index)
             progress: list[Progress] = []
             try:
-                for index in self.manager.secure():
+                for index in self.manager.secure(passes=pace.prefill_passes):
                     self._open[index].put_back()
                 self._prefill_some(pace, progress)
                 launched = self._launch(pace)
@@ -234,8 +234,7 @@ class Engine(Device):
             self._handed_out = tables
 
     def _prefill_some(self, pace: _Pace, progress: list[Progress]) -> None:
-        passes = 0
-        while (pace.prefill_passes is None or passes < pace.prefill_passes) and (work := self.manager.next_prefill()):
+        while work := self.manager.next_prefill():
             running = self._open[work.index]
             if work.is_new:
                 try:
@@ -249,7 +248,6 @@ class Engine(Device):
                 running.enter(work)
             if work.size:
                 self._prefill_chunk(running, work)
-                passes += 1
             self.manager.prefilled(work)
             if work.is_last:
                 if pace.prefill_passes is None:

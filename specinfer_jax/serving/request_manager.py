@@ -6,7 +6,7 @@
 
 It decides and keeps the books; the engine does what it says, one iteration after the other:
 
-    manager.secure()                            # pages for everybody's next step; may preempt
+    manager.secure(passes=1)                    # pages for everybody's next step; may preempt
     while (work := manager.next_prefill(...)):  # admissions and chunks, one at a time
         ...; manager.prefilled(work)
     steps = manager.start_steps(...)            # of all decoding slots together
@@ -68,6 +68,7 @@ class RequestManager:
         self._by_index: dict[int, Entry] = {}
         self._waiting: list[tuple[tuple[int, int], Entry]] = []
         self._arrivals = self._steps_on_the_way = 0
+        self._passes_left: int | None = None
         self.preemptions = 0
         """Times that a request was put back because pages ran out."""
 
@@ -150,12 +151,16 @@ class RequestManager:
         self._steps_on_the_way = 0
         return lost
 
-    def secure(self) -> list[int]:
-        """Pages for the next step of every decoding slot; where they run out, the last rank is put back.
+    def secure(self, *, passes: int | None = None) -> list[int]:
+        """A new iteration: pages for every decoding slot's next step; where they run out, the last rank is put back.
+
+        Args:
+          passes: most prefill passes in this iteration, which are what those who decode wait for; None: any number.
 
         Returns:
           The indices of those who were preempted.
         """
+        self._passes_left = passes
         preempted: list[int] = []
         for sequence in self.decoding():
             while sequence.slot is not None and not self._extend(sequence, self._tokens_after(sequence, 1)):
@@ -167,10 +172,12 @@ class RequestManager:
         return preempted
 
     def next_prefill(self) -> Prefill | None:
-        """The next chunk, of the first rank that is prefilling or can be admitted; None: there is nothing to do.
+        """The next chunk, of the first rank that is prefilling or can be admitted; None: no more in this iteration.
 
         What it returns must be done and reported by `prefilled` before it is asked again.
         """
+        if self._passes_left == 0:
+            return None
         begun = min((s for s in self.slots if s is not None and not s.decodes), key=lambda s: s.order, default=None)
         head = self._waiting[0][1] if self._waiting else None
         is_new = head is not None and (begun is None or head.order < begun.order) and self._admit(head)
@@ -189,6 +196,8 @@ class RequestManager:
         sequence = self._by_index[work.index]
         sequence.prefilled += work.count
         sequence.decodes = work.is_last
+        if work.size and self._passes_left is not None:
+            self._passes_left -= 1
         if self._shares:
             full = sequence.prefilled // self.page_size
             for i in range(work.start // self.page_size, min(full, len(sequence.keys))):
