@@ -4,9 +4,11 @@ python -m benchmarks.paper --table 1,2,3 --figure 9 --data FOLDER --limit 20 --o
 
 Table 1: how often the LLM's token is among the SSM's k likeliest. Table 2: tokens per step by the width of the tree's
 third level. Table 3: naive against multi-step speculative sampling; the paper compares naive sampling on top-k children
-with its Algorithm 2, here are all four exact pairs. Table "ssms": 1 to 4 SSMs with the same number of nodes together.
-Figure 9: how tokens per step are distributed over prompts, from table 2. Trees are always verified whole. What follows
-from the LLM's own answers (greedy, and naive sampling of top-k children) is counted on them, all else is decoded.
+with its Algorithm 2, here are all four exact pairs. Table "wide": the tree of 32 nodes with the most tokens per step.
+Table "ssms": 1 to 4 SSMs with the same number of nodes together. Figure 9: how tokens per step are distributed over
+prompts, from table 2. Trees are always verified whole. What follows from the LLM's own answers is counted on them:
+greedy, naive sampling of top-k children, multi-step sampling of one SSM's draws without replacement. All else is
+decoded.
 
 Tables are Markdown on the screen; OUT takes them with their numbers as JSON, and the figures as PNG.
 """
@@ -31,6 +33,7 @@ from benchmarks.paper_tables import (
     rules_of_ssm_counts,
     rules_of_table_2,
     rules_of_table_3,
+    rules_of_wide,
     tokens_per_step,
     top_k_success,
     with_pool,
@@ -40,8 +43,9 @@ from specinfer_jax.assemble import Model, open_model, open_ssm
 from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import SpecInferError
 from specinfer_jax.prompts import read_prompts
+from specinfer_jax.speculation.tree_choice import widest_trees
 
-TABLES = ("1", "2", "3", "ssms")
+TABLES = ("1", "2", "3", "wide", "ssms")
 
 
 def table_of_cells(cells: Sequence[Cell]) -> str:
@@ -139,6 +143,7 @@ def measure(options: argparse.Namespace, model: Model, ssms: Sequence[Model]) ->
     rules = {
         "2": rules_of_table_2(options.temperature),
         "3": rules_of_table_3(options.tree, options.temperature),
+        "wide": rules_of_wide(str(widest_trees([ssms[0].acceptance])[0]), options.temperature),
         "ssms": rules_of_ssm_counts(len(ssms), options.temperature),
     }
     found: dict[str, Any] = {}
@@ -148,7 +153,7 @@ def measure(options: argparse.Namespace, model: Model, ssms: Sequence[Model]) ->
             print("\n" + table_of_success(found[table]) + "\n", flush=True)
         else:
             own = ssms if table == "ssms" else ssms[:1]
-            asked = [rule for rule in rules[table] if is_counted(rule) or options.decode_limit != 0]
+            asked = [rule for rule in rules[table] if is_counted(rule, len(own)) or options.decode_limit != 0]
             cells = tokens_per_step(measuring, own, asked, report=_line, decodes=options.decode)
             found[table] = with_pool(cells)
             print("\n" + table_of_cells(found[table]) + "\n", flush=True)

@@ -2,8 +2,7 @@
 
 Greedy verification and naive sampling accept a node if and only if it is the token that the LLM writes anyway. With the
 answers, and the rank that an SSM gives each of their tokens, every step of every tree of likeliest children is known:
-the path goes as far as ranks lead along the tree, and the next step begins behind the bonus token. (Multi-step
-speculative sampling draws other tokens for other trees, so it is decoded.)
+the path goes as far as ranks lead along the tree, and the next step begins behind the bonus token.
 """
 
 from collections.abc import Mapping, Sequence

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.paper_counted import Steps, answer_all, count_steps, ranks_of
+from benchmarks.paper_draws import draw_ranks_of
 from specinfer_jax import LLM, Model, SamplingParams, Speculation
 from specinfer_jax.metrics import RequestStats
 from specinfer_jax.speculation.rules import IID, MSS, MSS_RENORMALIZED, NAIVE, TOP_K, WITHOUT_REPLACEMENT
@@ -65,6 +66,15 @@ def rules_of_table_3(tree: str, temperature: float) -> list[Rule]:
         "MSS, without replacement": (WITHOUT_REPLACEMENT, MSS_RENORMALIZED),
     }
     return [Rule(name, tree, temperature, *pair) for name, pair in pairs.items()]
+
+
+def rules_of_wide(tree: str, temperature: float) -> list[Rule]:
+    """`tree="wide"` without n-grams, greedy and stochastic."""
+    return [
+        Rule("greedy, wide", tree, 0.0, TOP_K, NAIVE),
+        Rule("stochastic NS, wide", tree, temperature, TOP_K, NAIVE),
+        Rule("stochastic MSS, wide", tree, temperature),
+    ]
 
 
 def rules_of_ssm_counts(count: int, temperature: float) -> list[Rule]:
@@ -147,9 +157,15 @@ class Measuring(NamedTuple):
         )  # fmt: skip
 
 
-def is_counted(rule: Rule) -> bool:
-    """Whether the rule's steps follow from the LLM's answers (paper_counted.py)."""
-    return rule.temperature == 0 or (rule.children, rule.verification) == (TOP_K, NAIVE)
+def is_counted(rule: Rule, num_ssms: int = 1) -> bool:
+    """Whether the rule's steps follow from the LLM's answers (paper_counted.py), or their law does (paper_draws.py)."""
+    follows = rule.temperature == 0 or (rule.children, rule.verification) == (TOP_K, NAIVE)
+    return follows or _counts_draws(rule, num_ssms)
+
+
+def _counts_draws(rule: Rule, num_ssms: int) -> bool:
+    pair = rule.children, rule.verification
+    return rule.temperature > 0 and pair == (WITHOUT_REPLACEMENT, MSS_RENORMALIZED) and (rule.ssms or num_ssms) == 1
 
 
 def tokens_per_step(
@@ -165,7 +181,7 @@ def tokens_per_step(
       report: gets every cell as it comes.
       decodes: decode also where counting on answers gives the same.
     """
-    counted = [rule for rule in rules if is_counted(rule) and not decodes]
+    counted = [rule for rule in rules if is_counted(rule, len(ssms)) and not decodes]
     found: dict[tuple[str, str], Cell] = {}
 
     def add(rule: Rule, name: str, steps: Sequence[RequestStats | Steps]) -> None:
@@ -175,12 +191,18 @@ def tokens_per_step(
     for temperature in dict.fromkeys(rule.temperature for rule in counted):
         for name in measuring.prompt_sets:
             answers = measuring.answers(name, temperature)
-            ranks = [ranks_of(ssm, answers, max_model_len=measuring.max_model_len) for ssm in ssms]
-            for rule in counted:
-                if rule.temperature == temperature:
-                    own = ranks[: rule.ssms]
-                    shapes = [parse_expansion(rule.tree)] * len(own)
-                    add(rule, name, [count_steps(of_answer, shapes) for of_answer in zip(*own, strict=True)])
+            here = [rule for rule in counted if rule.temperature == temperature]
+            by_rank = [ranks_of(ssm, answers, max_model_len=measuring.max_model_len) for ssm in ssms]
+            drawn = [rule for rule in here if _counts_draws(rule, len(ssms))]
+            if drawn:
+                by_draw = draw_ranks_of(
+                    measuring.model, ssms[0], answers, temperature=temperature, max_model_len=measuring.max_model_len,
+                    draws=max(max(parse_expansion(rule.tree).widths) for rule in drawn),
+                )  # fmt: skip
+            for rule in here:
+                own = [by_draw] if rule in drawn else by_rank[: rule.ssms]
+                shapes = [parse_expansion(rule.tree)] * len(own)
+                add(rule, name, [count_steps(of_answer, shapes) for of_answer in zip(*own, strict=True)])
     for rule in rules:
         if rule not in counted:
             for name, stats in _decoded(measuring, ssms, rule):

@@ -30,7 +30,6 @@ from specinfer_jax.parallel.weights import (
 )
 from specinfer_jax.speculation.ngram import NgramSpeculator
 from specinfer_jax.speculation.pass_costs import pass_seconds
-from specinfer_jax.speculation.rules import exact_pair
 from specinfer_jax.speculation.speculator import Speculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
 from specinfer_jax.speculation.state import DecodeParams, StepProgram
@@ -226,7 +225,7 @@ def build_program(
     on_mesh = {"splits_vocab": mesh is not None and mesh.shape[MODEL] > 1, "offloads": memory == HOST}
     if not speculation.enabled:
         return StepProgram(llm_config, vocab_limit=vocab_limit, **on_mesh), DecodeParams(llm_params)
-    children, verification = exact_pair(speculation.children, speculation.verification)
+    children, verification = speculation.pair
     speculators: list[Speculator] = []
     params: list[Any] = []
     max_rows = CPU_MAX_ROWS if jax.devices()[0].platform == "cpu" else DEVICE_MAX_ROWS

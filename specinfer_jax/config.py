@@ -18,7 +18,7 @@ from typing import Any
 
 from specinfer_jax.errors import ConfigError
 from specinfer_jax.sampling_params import GREEDY, SamplingParams
-from specinfer_jax.speculation.rules import exact_pair
+from specinfer_jax.speculation.rules import MSS_RENORMALIZED, WITHOUT_REPLACEMENT, exact_pair
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 AUTO, WIDE = "auto", "wide"
@@ -48,7 +48,8 @@ class Speculation:
     """How an SSM's children are chosen at a temperature: "top_k", "iid" or "without_replacement"; None picks."""
     verification: str | None = None
     """How they are verified at a temperature: "naive", "mss", "mss_renormalized", or "greedy" (temperature 0 only);
-    None picks. Pairs that would change the LLM's distribution are refused (speculation/rules.py)."""
+    None picks. Pairs that would change the LLM's distribution are refused (speculation/rules.py). With both None
+    "wide" trees are drawn without replacement and verified with "mss_renormalized", others are "top_k" and "naive"."""
     adaptive: bool = True
     """Cut or skip trees that would cost more than they are expected to gain; False verifies every tree whole, as
     "mss" and "mss_renormalized" do at a temperature in any case."""
@@ -62,7 +63,7 @@ class Speculation:
             object.__setattr__(self, "ssms", tuple(self.ssms))
         if self.tree is not None and not isinstance(self.tree, str):
             raise ConfigError(f'tree must be a string such as "1,1,3,1,1", got {self.tree!r}')
-        exact_pair(self.children, self.verification)
+        self.pair  # noqa: B018  (refuses what is not exact)
 
     @classmethod
     def off(cls) -> "Speculation":
@@ -73,6 +74,13 @@ class Speculation:
     def cuts_trees(self) -> bool:
         """Whether trees may be cut to what pays."""
         return self.adaptive and self.tree != WIDE
+
+    @property
+    def pair(self) -> tuple[str, str]:
+        """How children are chosen and verified at a temperature, None filled in."""
+        if self.tree == WIDE and self.children is None and self.verification is None:
+            return WITHOUT_REPLACEMENT, MSS_RENORMALIZED  # 1.2 times the tokens per step (docs/log.md)
+        return exact_pair(self.children, self.verification)
 
     @property
     def uses_ngram(self) -> bool:

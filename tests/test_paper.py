@@ -1,5 +1,6 @@
 """The paper's tables: rules, pooling and intervals, Markdown, and a run on a model that drafts for itself."""
 
+import itertools
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import tiny_model
 
 from benchmarks import paper, paper_tables
 from benchmarks.paper_counted import Steps, count_steps
+from benchmarks.paper_draws import Places, draw_ranks, draw_ranks_of
 from benchmarks.paper_plots import plot_cdf, plot_widths
 from benchmarks.paper_tables import (
     Measuring,
@@ -20,6 +22,7 @@ from benchmarks.paper_tables import (
     rules_of_table_2,
     with_pool,
 )
+from benchmarks.traversal import mss_law
 from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.metrics import RequestStats
 from specinfer_jax.speculation.rules import exact_pair
@@ -41,7 +44,8 @@ def test_rules_are_the_papers() -> None:
     assert [rule.tree for rule in widths[:5]] == [f"1,1,{k},1,1,1,1,1" for k in (1, 2, 3, 4, 5)]
     assert {rule.temperature for rule in widths[:5]} == {0.0}
     assert {rule.temperature for rule in widths[5:]} == {1.0}
-    assert [paper_tables.is_counted(rule) for rule in widths] == [True] * 10 + [False] * 5
+    assert [paper_tables.is_counted(rule) for rule in widths] == [True] * 15
+    assert [paper_tables.is_counted(rule, 2) for rule in widths] == [True] * 10 + [False] * 5
     for rule in paper_tables.rules_of_table_3("1,3", 1.0):
         assert exact_pair(rule.children, rule.verification) == (rule.children, rule.verification)
     counts = rules_of_ssm_counts(3, 1.0)
@@ -105,6 +109,56 @@ def test_counted_steps_are_those_of_decoding(model: Model, tmp_path: Path) -> No
     assert again.answers("alpaca", 0.7) == measuring.answers("alpaca", 0.7)
 
 
+def test_draws_have_the_law_of_mss() -> None:
+    p_V, q_V = np.array([0.15, 0.05, 0.2, 0.3, 0.3]), np.array([0.4, 0.3, 0.2, 0.1, 0.0])  # id 4 is none of the SSM's
+    V, k, samples = 5, 3, 40_000
+    expected_Vj = np.zeros((V, k + 1))
+    for order in itertools.permutations(range(4), k):
+        left_V, draws, chance = q_V, [], 1.0
+        for token in order:
+            left_V = left_V / left_V.sum()
+            draws.append((token, left_V))
+            chance *= left_V[token]
+            left_V = np.where(np.arange(V) == token, 0, left_V)
+        for path, reach, bonus_V, rejected in mss_law({(): draws}, lambda node: p_V if not node else np.ones(V) / V):
+            if path:
+                expected_Vj[path[0], rejected] += chance * reach
+            else:
+                expected_Vj[:, k] += chance * reach * bonus_V
+    np.testing.assert_allclose(expected_Vj.sum(axis=1), p_V, atol=1e-12)
+    token_N = np.random.default_rng(1).choice(V, size=samples, p=p_V)
+    tile = np.ones((samples, 1))
+    places = Places(p_V[None, :4] * tile, q_V[None, :4] * tile, p_V[token_N], token_N)
+    rank_N = draw_ranks(places, draws=k, rng=np.random.default_rng(2))
+    found_Vj = np.array([[np.mean((token_N == v) & (rank_N == j)) for j in range(k + 1)] for v in range(V)])
+    np.testing.assert_allclose(found_Vj, expected_Vj, atol=4 * 0.5 / samples**0.5)
+    assert (expected_Vj[:4, :k] > 0.01).sum() >= 6  # the law has something to say
+
+
+def test_draws_of_the_llm_itself_are_accepted(model: Model) -> None:
+    measuring = Measuring(model, {"alpaca": [[3, 4], [9]]}, max_tokens=5, max_num_seqs=2, max_model_len=16)
+    answers = measuring.answers("alpaca", 0.0)
+    ssms = [model, model.with_reduced_head([a for answer in answers for a in dict.fromkeys(answer.response_ids)][:3])]
+    same, reduced = (
+        draw_ranks_of(model, ssm, answers, temperature=1e-3, max_model_len=16, draws=2)  # as good as greedy
+        for ssm in ssms
+    )
+    assert [rank_N.tolist() for rank_N in same] == [[0] * 5] * 2
+    assert 0 < np.mean(np.concatenate(reduced) == 0) < 1  # what the head lacks is never drawn
+
+
+def test_counted_draws_are_those_of_decoding(model: Model) -> None:
+    prompts = {"alpaca": [[3 + i % 40, 5, 9 + i % 7] for i in range(160)]}
+    measuring = Measuring(model, prompts, max_tokens=12, max_num_seqs=8, max_model_len=32)
+    rules = [Rule("MSS", "2,1", 1.0)]
+    [counted], [decoded] = (
+        paper_tables.tokens_per_step(measuring, [model.first_layers(1)], rules, report=lambda cell: None, decodes=d)
+        for d in (False, True)
+    )
+    assert max(counted.low, decoded.low) < min(counted.high, decoded.high)
+    assert counted.value > 1.1
+
+
 def test_steps_along_ranks() -> None:
     shape = parse_expansion("2,1")
     assert count_steps([np.array([0, 0, 5])], [shape]) == Steps(3, 1)
@@ -126,7 +180,7 @@ def test_figures_are_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--table", "4"], "--table takes some of 1, 2, 3, ssms, got 4"),
+        (["--table", "4"], "--table takes some of 1, 2, 3, wide, ssms, got 4"),
         ([], "got none"),
         (["--figure", "9"], "needs --out"),
     ],

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -123,6 +124,18 @@ def test_wide_is_verified_whole(model: Model, monkeypatch: pytest.MonkeyPatch) -
     assert program.num_rows == 33 and program.buckets == (1, 33) and not program.adaptive
     assert program_of(model, GOOD, POOR, tree="wide").num_rows == 33
     assert program_of(model, None, tree="wide").num_rows == 33
+
+
+def test_wide_trees_are_drawn(model: Model) -> None:
+    def pair(**options: Any) -> tuple[str, str]:
+        program = program_of(model, GOOD, ngram=False, **options)
+        return program.speculators[0].children, program.verification
+
+    assert pair(tree="wide") == ("without_replacement", "mss_renormalized")
+    assert pair(tree="2,1") == pair(tree="wide", verification="naive") == ("top_k", "naive")
+    assert pair(tree="wide", children="iid") == ("iid", "mss")
+    with pytest.raises(SpeculationError, match="would change the LLM's distribution"):
+        Speculation(tree="wide", children="top_k", verification="mss")
 
 
 def test_a_shape_is_taken_as_it_is(model: Model) -> None:
