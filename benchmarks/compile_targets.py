@@ -20,9 +20,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from benchmarks.gpu_targets import gpu_topology
 from benchmarks.paper_models import PAPER_MODELS
@@ -32,6 +31,9 @@ from pallas_kernels.tree_attention.pallas_tpu import tree_attention_tpu
 from specinfer_jax.assemble import PAGE_SIZE
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.transformer import param_shapes
+from specinfer_jax.parallel.placement import state_specs
+from specinfer_jax.parallel.sharding import MODEL, WHOLE, make_mesh, split_config, weight_spec
+from specinfer_jax.parallel.weights import joined
 from specinfer_jax.speculation.decode import step
 from specinfer_jax.speculation.gate import StepCosts
 from specinfer_jax.speculation.slots import init_state
@@ -43,9 +45,6 @@ TARGETS = (*TPU_TOPOLOGIES, *GPU_TARGETS)
 KERNEL_SHAPES = ((64, 1, 3, 3), (64, 64, 3, 3), (80, 64, 8, 1), (96, 64, 8, 1), (128, 1, 8, 4), (128, 64, 8, 4),
                  (128, 64, 32, 1), (128, 256, 8, 4), (256, 64, 4, 8))  # fmt: skip
 """(K, Q, G, H / G) of the kernels compiled alone, in bfloat16 and in float32."""
-COLUMN_SPLIT = ("/q/", "/k/", "/v/", "/gate/", "/up/", "/embedding", "head/kernel")
-ROW_SPLIT = ("/out/kernel", "/down/kernel")
-WHOLE = PartitionSpec()
 SLOTS, CONTEXT = 8, 4_096
 
 
@@ -108,37 +107,24 @@ def platform_name(kernel: str) -> str:
     return "tpu" if kernel == "pallas_tpu" else "cuda"
 
 
-def weight_split(path: str, mesh_size: int, shape: tuple[int, ...]) -> PartitionSpec:
-    """How one parameter lies on the axis "model": outputs of q, k, v, gate and up; inputs of out and down; ids."""
-    if path.endswith(ROW_SPLIT) and shape[1] % mesh_size == 0:
-        return PartitionSpec(None, "model")
-    if any(part in path for part in COLUMN_SPLIT) and shape[0] % mesh_size == 0:
-        return PartitionSpec("model")
-    return WHOLE
-
-
 def step_arguments(config: ModelConfig, rows: int, kernel: str, mesh: Mesh) -> tuple[Any, tuple[Any, ...]]:
-    """(program, abstract arguments of `step` with their shardings)."""
-    program = dataclasses.replace(tree_program(config, rows), implementation=kernel)
+    """(program, abstract arguments of `step`), laid out by the rules of the project (parallel/sharding.py)."""
+    model = mesh.shape[MODEL]
+    config = split_config(config, model)
+    program = dataclasses.replace(tree_program(config, rows), implementation=kernel, splits_vocab=model > 1)
 
     def place(shape: Any, spec: PartitionSpec = WHOLE) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 
-    def place_weight(path: Any, shape: Any) -> jax.ShapeDtypeStruct:
-        name = "/".join(str(key.key) for key in path)
-        return place(shape, weight_split(name, mesh.size, shape.shape))
-
-    params = jax.tree_util.tree_map_with_path(place_weight, param_shapes(config, dtype=jnp.bfloat16))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: place(leaf, weight_spec(joined(path), config, model)),
+        param_shapes(config, dtype=jnp.bfloat16),
+    )
     make_state = functools.partial(
         init_state, program, num_slots=SLOTS, max_model_len=CONTEXT, page_size=PAGE_SIZE, dtype=jnp.dtype(jnp.bfloat16)
     )
     state = jax.eval_shape(make_state)
-    heads = PartitionSpec("model") if config.num_kv_heads % mesh.size == 0 else WHOLE
-    cache = state.cache._replace(
-        k_pages=tuple(place(pages, heads) for pages in state.cache.k_pages),
-        v_pages=tuple(place(pages, heads) for pages in state.cache.v_pages),
-    )
-    state = jax.tree.map(lambda leaf: leaf if leaf.sharding is not None else place(leaf), state._replace(cache=cache))
+    state = jax.tree.map(place, state, state_specs(state, program, model))
     costs = jax.eval_shape(lambda: StepCosts(jnp.ones(len(program.buckets)), jnp.zeros(len(program.speculators))))
     decode_params = DecodeParams(params, ((),) * len(program.speculators))
     return program, (decode_params, state, jax.tree.map(place, costs))
@@ -146,7 +132,7 @@ def step_arguments(config: ModelConfig, rows: int, kernel: str, mesh: Mesh) -> t
 
 def compile_step(config: ModelConfig, rows: int, kernel: str, devices: Sequence[Any]) -> tuple[float, Any]:
     """(seconds, the compiler's memory analysis) of one verify step."""
-    mesh = Mesh(np.array(devices), ("model",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh(1, len(devices), devices)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program, arguments = step_arguments(config, rows, kernel, mesh)
         began = time.perf_counter()

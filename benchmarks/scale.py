@@ -1,21 +1,28 @@
 """The paper's models at full size: the whole step compiled ahead of time for TPUs that are not here.
 
-python -m benchmarks.scale --json scale.json                                 every row of docs/scale.md
+python -m benchmarks.scale --json scale.json                                 all layers of every model
+python -m benchmarks.scale --depths 2,3 --json scale.json                    all models from shallow ones
 python -m benchmarks.scale --models llama-7b --targets v5e --offload         weights in host memory
+python -m benchmarks.scale --show scale.json                                 the table of docs/scale.md again
 
 A step is speculate, verify and commit, as the engine runs it: the SSM drafts the paper's tree, the LLM verifies it, on
 a mesh just large enough. Needs `libtpu` beside jax (`.ci/compile-targets` makes such an environment) and no TPU. Memory
 and sums over devices are what the compiler reports for one device.
+
+With `--depths` the LLM is compiled with so few layers (and an SSM of more than two with one and two), and what a layer
+adds is multiplied: all layers are equal, so every figure is linear in depth (docs/scale.md compares with full depth).
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import math
 import os
 import re
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,24 +80,46 @@ class Row:
     target: str
     devices: int
     offload: bool
+    layers: int
+    """Of the LLM."""
+    ssm_layers: int
+    """Of the SSM."""
+    compiled: tuple[tuple[int, int], ...]
+    """Depths of LLM and SSM that were compiled; if not the model's own, the row follows from them."""
     argument_bytes: int
     """Weights, caches and the rest of the state on one device."""
     temporary_bytes: int
-    """Everything else at the peak, on one device."""
+    """Everything else that is allocated in a device's main memory."""
     host_bytes: int
     """In the host's memory, for one device."""
     layer_bytes: int
-    """Weights of one of the LLM's layers, on one device."""
+    """Weights of one of the LLM's layers, on one device (or, offloaded, streamed to it)."""
+    weight_bytes: int
+    """Weights of the LLM that stay on one device."""
+    cache_bytes: int
+    """The LLM's cache on one device."""
+    ssm_bytes: int
+    """The SSM's weights and cache on one device."""
     flops: float
     """Floating-point operations of one device in a step, as the compiler counts them; kernels are not in it."""
     bytes_accessed: float
     """Likewise."""
     collectives: dict[str, int]
-    """Number by kind, in the pass that verifies the tree and everything around it."""
+    """Number by kind in a step."""
     collective_bytes: int
     """Their results on one device."""
     seconds: float
     """Compile time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeTree(StepProgram):
+    """A step whose tree is never cut: the pass stands in the compiled program once, and is counted once."""
+
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """The rows of the whole tree."""
+        return super().buckets[-1:]
 
 
 def tpu_devices(target: str, count: int) -> list[Any]:
@@ -119,7 +148,7 @@ def arguments_of(llm: ModelConfig, ssm: ModelConfig, devices: Sequence[Any], *, 
     mesh = make_mesh(1, len(devices), devices)
     placement = WeightPlacement(mesh, llm, HOST if offload else DEVICE)
     speculator = SsmSpeculator(ssm, parse_expansion(PAPER_TREE), CONTEXT, ssm.vocab_size, implementation="pallas_tpu")
-    program = StepProgram(
+    program = WholeTree(
         placement.config, (speculator,), adaptive=False, implementation="pallas_tpu", vocab_limit=llm.vocab_size,
         splits_vocab=len(devices) > 1, offloads=offload,
     )  # fmt: skip
@@ -163,43 +192,178 @@ def collectives_of(text: str) -> tuple[dict[str, int], int]:
     return found, total
 
 
-def measure(name: str, target: str, *, offload: bool, devices: int | None = None, layers: int | None = None) -> Row:
-    """Compile one step."""
-    llm, ssm = PAPER_MODELS[name], PAPER_MODELS[SSM_OF[name]]
-    count = devices or (1 if offload else fitting_devices(llm, target))
-    llm = dataclasses.replace(llm, num_layers=layers or llm.num_layers)
-    run, arguments, _ = arguments_of(llm, ssm, tpu_devices(target, count), offload=offload)
+def main_memory_temporaries(dump: Path) -> int:
+    """Bytes of temporaries that the compiler's buffer assignment puts into a device's main memory.
+
+    `memory_analysis().temp_size_in_bytes` is more where buffers live across conditionals: it adds what it takes for
+    fragmentation, and for that looks at nothing inside of branches (docs/scale.md).
+
+    Raises:
+      ValueError: there is no such allocation, so the dump has another form than this reads.
+    """
+    text = next(dump.glob("*after_optimizations-buffer-assignment.txt")).read_text(encoding="utf-8")
+    # Other memories (on-chip, the host's) have a colour.
+    found = re.findall(r"^allocation \d+: size (\d+), preallocated-temp:", text, re.MULTILINE)
+    if not found:
+        raise ValueError("the buffer assignment names no temporaries in main memory")
+    return sum(map(int, found))
+
+
+def shard_bytes(tree: Any, *, memory: str = DEVICE) -> int:
+    """Bytes of a tree of abstract arrays on one device, of those in this kind of memory."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if leaf.sharding.memory_kind == memory
+    )
+
+
+def compile_row(name: str, target: str, *, offload: bool, devices: int, layers: int, ssm_layers: int) -> Row:
+    """Compile one step of both models' first layers."""
+    llm = dataclasses.replace(PAPER_MODELS[name], num_layers=layers)
+    ssm = dataclasses.replace(PAPER_MODELS[SSM_OF[name]], num_layers=ssm_layers)
+    run, arguments, _ = arguments_of(llm, ssm, tpu_devices(target, devices), offload=offload)
     began = time.perf_counter()
-    compiled = run.trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    with tempfile.TemporaryDirectory() as folder:
+        lowered = run.trace(*arguments).lower(lowering_platforms=("tpu",))
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        temporaries = main_memory_temporaries(Path(folder))
     seconds = time.perf_counter() - began
     memory, costs = compiled.memory_analysis(), compiled.cost_analysis()
     kinds, exchanged = collectives_of(compiled.as_text())
-    layer = arguments[0].llm["layers_0"]
+    params, state, _ = arguments
     return Row(
-        llm=name, ssm=SSM_OF[name], target=target, devices=count, offload=offload,
-        argument_bytes=memory.argument_size_in_bytes, temporary_bytes=memory.temp_size_in_bytes,
+        llm=name, ssm=SSM_OF[name], target=target, devices=devices, offload=offload,
+        layers=layers, ssm_layers=ssm_layers, compiled=((layers, ssm_layers),),
+        argument_bytes=memory.argument_size_in_bytes, temporary_bytes=temporaries,
         host_bytes=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
-        layer_bytes=sum(
-            leaf.sharding.shard_shape(leaf.shape)[0] * leaf.size // leaf.shape[0] * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(layer)
-        ),
+        layer_bytes=shard_bytes(params.llm["layers_0"], memory=HOST if offload else DEVICE),
+        weight_bytes=shard_bytes(params.llm), cache_bytes=shard_bytes(state.cache),
+        ssm_bytes=shard_bytes((params.speculators, state.speculators)),
         flops=costs.get("flops", 0.0), bytes_accessed=costs.get("bytes accessed", 0.0),
         collectives=kinds, collective_bytes=exchanged, seconds=seconds,
     )  # fmt: skip
 
 
-def print_rows(rows: Sequence[Row]) -> None:
-    """The table of docs/scale.md."""
-    print("| LLM + SSM | target | devices | resident | temporaries | host | GFLOP | GB moved | exchanges | exchanged |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        exchanges = ", ".join(f"{count} {kind}" for kind, count in sorted(row.collectives.items())) or "none"
-        where = f"{row.target}, offloaded" if row.offload else row.target
-        print(
-            f"| {row.llm} + {row.ssm} | {where} | {row.devices} | {row.argument_bytes / GIB:.2f} GiB "
-            f"| {row.temporary_bytes / MIB:,.0f} MiB | {row.host_bytes / GIB:.2f} GiB | {row.flops / 1e9:,.0f} "
-            f"| {row.bytes_accessed / 1e9:,.1f} | {exchanges} | {row.collective_bytes / MIB:.1f} MiB |"
+SUMS = ("argument_bytes", "temporary_bytes", "host_bytes", "weight_bytes", "cache_bytes", "ssm_bytes", "flops",
+        "bytes_accessed", "collective_bytes")  # fmt: skip
+"""What grows by the same amount with every layer."""
+
+
+def _as_far(first: Row, other: Row, share: float) -> Row:
+    """`first`, moved towards (or beyond) `other`: its figures plus `share` times the difference."""
+
+    def line(low: float, high: float) -> float:
+        return low + (high - low) * share
+
+    numbers = {
+        kind: round(line(first.collectives.get(kind, 0), other.collectives.get(kind, 0)))
+        for kind in sorted({*first.collectives, *other.collectives})
+    }
+    figures = {name: type(getattr(first, name))(line(getattr(first, name), getattr(other, name))) for name in SUMS}
+    return dataclasses.replace(first, **figures, collectives=numbers)
+
+
+def extended(rows: Sequence[Row], layers: int, ssm_layers: int) -> Row:
+    """The row of models with so many layers.
+
+    Args:
+      rows: of two depths of the LLM, then (if its depth is not yet `ssm_layers`) one more of the first depth and a
+        deeper SSM.
+      layers: of the LLM.
+      ssm_layers: of the SSM.
+    """
+    first, more, *deeper = rows
+    found = _as_far(first, more, (layers - first.layers) / (more.layers - first.layers))
+    for other in deeper:
+        share = (ssm_layers - first.ssm_layers) / (other.ssm_layers - first.ssm_layers)
+        extra = _as_far(first, other, share)
+        found = dataclasses.replace(
+            found,
+            **{name: getattr(found, name) + getattr(extra, name) - getattr(first, name) for name in SUMS},
+            collectives={
+                kind: count + extra.collectives.get(kind, 0) - first.collectives.get(kind, 0)
+                for kind, count in found.collectives.items()
+            },
         )
+    return dataclasses.replace(
+        found, layers=layers, ssm_layers=ssm_layers, compiled=tuple(pair for row in rows for pair in row.compiled),
+        seconds=sum(row.seconds for row in rows),
+    )  # fmt: skip
+
+
+def measure(name: str, target: str, *, offload: bool, devices: int | None = None, depths: Sequence[int] = ()) -> Row:
+    """One row, of all layers; `depths`: two depths of the LLM to compile instead."""
+    layers, ssm_layers = PAPER_MODELS[name].num_layers, PAPER_MODELS[SSM_OF[name]].num_layers
+    count = devices or (1 if offload else fitting_devices(PAPER_MODELS[name], target))
+    pairs = [(layers, ssm_layers)]
+    if depths:
+        shallow = min(ssm_layers, 2)
+        pairs = [(depth, shallow) for depth in depths]
+        if shallow < ssm_layers:
+            pairs = [(depths[0], 1), (depths[1], 1), (depths[0], 2)]
+    rows = [
+        compile_row(name, target, offload=offload, devices=count, layers=depth, ssm_layers=ssm_depth)
+        for depth, ssm_depth in pairs
+    ]
+    return extended(rows, layers, ssm_layers) if depths else rows[0]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows that `--json` wrote."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    return [Row(**(row | {"compiled": tuple(map(tuple, row["compiled"]))})) for row in rows]
+
+
+def print_rows(rows: Iterable[Row]) -> None:
+    """The table of docs/scale.md."""
+    print(
+        "| LLM + SSM | target | devices | layers compiled | resident | temporaries | of memory | host | GFLOP "
+        "| GB moved | exchanges | exchanged | compile |"
+    )
+    print("|---" * 13 + "|")
+    for row in rows:
+        exchanges = ", ".join(f"{count} {kind}" for kind, count in sorted(row.collectives.items()) if count) or "none"
+        where = f"{row.target}, offloaded" if row.offload else row.target
+        is_whole = row.compiled == ((row.layers, row.ssm_layers),)
+        depths = "all" if is_whole else ", ".join(f"{llm} + {ssm}" for llm, ssm in row.compiled)
+        share = (row.argument_bytes + row.temporary_bytes) / CHIPS[row.target].memory
+        print(
+            f"| {row.llm} + {row.ssm} | {where} | {row.devices} | {depths} | {row.argument_bytes / GIB:.2f} GiB "
+            f"| {row.temporary_bytes / MIB:,.0f} MiB | {share:.0%} | {row.host_bytes / GIB:.2f} GiB "
+            f"| {row.flops / 1e9:,.0f} | {row.bytes_accessed / 1e9:,.1f} | {exchanges} "
+            f"| {row.collective_bytes / MIB:.1f} MiB | {row.seconds:.0f} s |"
+        )
+
+
+def print_offloaded(rows: Iterable[Row]) -> None:
+    """How much of an offloaded LLM is on the device: temporaries and what stays, in layers."""
+    print("| LLM | target | a layer | temporaries | resident weights | together, in layers | cache | SSM | host |")
+    print("|---" * 9 + "|")
+    for row in rows:
+        layers = (row.temporary_bytes + row.weight_bytes) / row.layer_bytes
+        print(
+            f"| {row.llm} | {row.target} | {row.layer_bytes / MIB:,.0f} MiB | {row.temporary_bytes / MIB:,.0f} MiB "
+            f"| {row.weight_bytes / MIB:.1f} MiB | {layers:.2f} | {row.cache_bytes / MIB:,.0f} MiB "
+            f"| {row.ssm_bytes / MIB:,.0f} MiB | {row.host_bytes / MIB:,.0f} MiB |"
+        )
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Both tables."""
+    print_rows(rows)
+    offloaded = [row for row in rows if row.offload]
+    if offloaded:
+        print()
+        print_offloaded(offloaded)
+
+
+def check_offloaded(rows: Iterable[Row]) -> None:
+    """Ends the program where an offloaded LLM takes more of the device than three of its layers."""
+    for row in rows:
+        layers = (row.temporary_bytes + row.weight_bytes) / row.layer_bytes
+        if row.offload and layers > 3:
+            raise SystemExit(f"{row.llm} on {row.target}: {layers:.2f} layers on the device, more than 3")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -209,23 +373,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--targets", type=lambda text: text.split(","), default=list(CHIPS), help=",".join(CHIPS))
     parser.add_argument("--offload", action="store_true", help="weights in host memory, on one device")
     parser.add_argument("--devices", type=int, help="instead of as few as hold the model")
-    parser.add_argument("--layers", type=int, help="the first layers only: quicker, but memory is another")
+    parser.add_argument("--depths", type=lambda text: tuple(map(int, text.split(","))), default=(),
+                        help="two depths to compile instead of all layers, as 2,4")  # fmt: skip
+    parser.add_argument("--show", type=Path, help="print the tables of such a file, and compile nothing")
     parser.add_argument("--json", type=Path, help="add the rows to this file")
     options = parser.parse_args(arguments)
     for given, known in ((options.models, SSM_OF), (options.targets, CHIPS)):
         unknown = sorted(set(given) - set(known))
         if unknown:
             parser.error(f"unknown {', '.join(unknown)}; known are {', '.join(known)}")
+    if options.depths and len(set(options.depths)) != 2:
+        parser.error("--depths takes two different depths")
+    if options.show is not None:
+        return show(read_rows(options.show))
     rows = []
     for name in options.models:
         for target in options.targets:
-            row = measure(name, target, offload=options.offload, devices=options.devices, layers=options.layers)
+            row = measure(name, target, offload=options.offload, devices=options.devices, depths=options.depths)
             rows.append(row)
             if options.json is not None:  # after each one: a later one may not compile
                 known = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else []
                 known.append(dataclasses.asdict(row))
                 options.json.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-    print_rows(rows)
+    show(rows)
+    check_offloaded(rows)
 
 
 if __name__ == "__main__":

@@ -3,26 +3,18 @@
 import dataclasses
 
 import jax
-import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from benchmarks import compile_targets
 from benchmarks.gpu_targets import GPU_CHIPS, target_config
 from benchmarks.paper_models import PAPER_MODELS
+from specinfer_jax.parallel.sharding import make_mesh
 from specinfer_jax.speculation.decode import step
 
 
-def test_weights_are_split_by_columns_and_rows() -> None:
-    split = compile_targets.weight_split
-    assert split("layers_3/attention/q/kernel", 4, (64, 32)) == PartitionSpec("model")
-    assert split("layers_3/attention/out/kernel", 4, (32, 64)) == PartitionSpec(None, "model")
-    assert split("layers_3/mlp/down/kernel", 4, (32, 66)) == PartitionSpec()  # does not divide
-    assert split("layers_3/mlp_norm/scale", 4, (64,)) == PartitionSpec()
-
-
 def test_the_step_is_traced_with_the_kernel_split_over_the_mesh() -> None:
-    mesh = Mesh(np.array(jax.devices()[:2]), ("model",), axis_types=(AxisType.Auto,))
+    mesh = make_mesh(1, 2)
     config = dataclasses.replace(PAPER_MODELS["tiny"], head_size=64)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         program, arguments = compile_targets.step_arguments(config, 8, "pallas_tpu", mesh)
@@ -30,7 +22,12 @@ def test_the_step_is_traced_with_the_kernel_split_over_the_mesh() -> None:
     text = str(traced.jaxpr)
     assert text.count("shard_map") >= config.num_layers
     assert "tree_attention" in text
-    assert arguments[1].cache.k_pages[0].sharding.spec == PartitionSpec("model")
+    params, state, _ = arguments
+    layer = params.llm["layers_0"]
+    assert layer["attention"]["q"]["kernel"].sharding.spec == PartitionSpec("model", None)
+    assert layer["mlp"]["down"]["kernel"].sharding.spec == PartitionSpec(None, "model")
+    assert layer["mlp_norm"]["scale"].sharding.spec == PartitionSpec()
+    assert state.cache.k_pages[0].sharding.spec == PartitionSpec("model", "data")
 
 
 def test_an_unknown_target_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
