@@ -4,15 +4,32 @@ import jax
 import numpy as np
 import pytest
 from decode_cases import PROMPTS, greedy, make_engine, run, self_draft
+from serving_cases import Script
 
-from specinfer_jax.serving.engine import EngineRequest
+from specinfer_jax.serving.device import step_costs
+from specinfer_jax.serving.engine import Engine, EngineRequest
+from specinfer_jax.serving.request_speculation import RequestSpeculation
+from specinfer_jax.serving.warm_up import ReadyDevice
 from specinfer_jax.speculation.ngram import NgramSpeculator
 
 
-def test_nothing_compiles_after_warm_up(caplog: pytest.LogCaptureFixture) -> None:
-    # case B045
+@pytest.fixture(scope="module")
+def merging() -> Engine:
+    """An SSM and n-grams behind the gate, two slots, compiled and measured."""
     speculator, params = self_draft("1,2")
-    engine = make_engine([speculator, NgramSpeculator()], [params, ()], adaptive=True, num_slots=2, warm=True)
+    return make_engine([speculator, NgramSpeculator()], [params, ()], adaptive=True, num_slots=2, warm=True)
+
+
+@pytest.fixture(scope="module")
+def sharing() -> Engine:
+    """An SSM that is the LLM."""
+    speculator, params = self_draft("1,1")
+    return make_engine([speculator], [params])
+
+
+def test_nothing_compiles_after_warm_up(merging: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    # case B045
+    engine = merging
     with jax.log_compiles(), caplog.at_level("WARNING"):
         for count, prompt in enumerate(PROMPTS, 1):
             run(engine, [prompt] * (count % 3 + 1), max_tokens=3 + count, stop=[count])
@@ -21,10 +38,8 @@ def test_nothing_compiles_after_warm_up(caplog: pytest.LogCaptureFixture) -> Non
     assert compiled == []
 
 
-def test_a_stream_yields_what_a_batch_returns() -> None:
-    speculator, params = self_draft("1,1")
-    engine = make_engine([speculator], [params])
-    pieces = list(engine.run([EngineRequest(PROMPTS[0], 10, frozenset())], stream=True))
+def test_a_stream_yields_what_a_batch_returns(sharing: Engine) -> None:
+    pieces = list(sharing.run([EngineRequest(PROMPTS[0], 10, frozenset())], stream=True))
     assert [len(piece.new_token_ids) for piece in pieces] == [3, 3, 3, 1]
     assert [i for piece in pieces for i in piece.new_token_ids] == greedy(PROMPTS[0], max_tokens=10)
     assert [piece.finish_reason for piece in pieces] == [None, None, None, "length"]
@@ -56,13 +71,11 @@ def test_a_failing_step_loses_only_its_own_requests(monkeypatch: pytest.MonkeyPa
     assert run(engine, [PROMPTS[0]], max_tokens=5)[0].ids == greedy(PROMPTS[0], max_tokens=5)
 
 
-def test_the_ssm_may_share_the_llms_arrays() -> None:
+def test_the_ssm_may_share_the_llms_arrays(sharing: Engine) -> None:
     # case B047: shared parameters are never donated
-    speculator, params = self_draft("1,1")
-    engine = make_engine([speculator], [params])
-    assert engine.params.llm is engine.params.speculators[0]
+    assert sharing.params.llm is sharing.params.speculators[0]
     for _ in range(2):
-        assert run(engine, [PROMPTS[2]], max_tokens=9)[0].ids == greedy(PROMPTS[2], max_tokens=9)
+        assert run(sharing, [PROMPTS[2]], max_tokens=9)[0].ids == greedy(PROMPTS[2], max_tokens=9)
 
 
 @pytest.mark.parametrize("num_slots", [1, pytest.param(2, marks=pytest.mark.slow), 33])
@@ -82,12 +95,34 @@ def test_a_prompt_longer_than_any_chunk_and_as_long_as_the_limit_allows() -> Non
     assert run(engine, [prompt])[0].ids == greedy(prompt, max_model_len=201)
 
 
-def test_costs_are_measured_for_every_bucket() -> None:
-    speculator, params = self_draft("1,2")
-    engine = make_engine([speculator, NgramSpeculator()], [params, ()], adaptive=True, warm=True)
-    verify = np.asarray(engine.costs.verify_J)
-    assert verify.shape == (len(engine.program.buckets),)
+def test_costs_are_measured_for_every_bucket(merging: Engine) -> None:
+    verify = np.asarray(merging.costs.verify_J)
+    assert verify.shape == (len(merging.program.buckets),)
     assert ((verify > 0) & (verify < 10)).all()
-    draft = np.asarray(engine.costs.draft_M)
+    draft = np.asarray(merging.costs.draft_M)
     assert draft.shape == (2,)
     assert draft[1] == 0
+
+
+def test_drafting_is_measured_whatever_n_grams_offer(merging: Engine) -> None:
+    """The probe repeats itself, so n-grams promise more than the SSM; it is timed alone all the same."""
+    ReadyDevice.warm_up(merging)  # without the end that empties the slots
+    proposed_BM = merging.fetch(merging._state.stats.proposed_BM)
+    merging._lose_caches()
+    assert proposed_BM[0, 0] > 0 and proposed_BM[0, 1] == 0
+
+
+def test_steps_beside_a_prefill_pass_are_brief(merging: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees pay, but with one a step takes as long as a chunk: while a prompt of two chunks comes in there are none."""
+    monkeypatch.setattr(merging, "_costs", step_costs(np.linspace(1.0, 1.01, len(merging.program.buckets)), [0.0, 0.0]))
+    only = RequestSpeculation(ssms=("ssm",))
+    stream = EngineRequest(PROMPTS[0], 29, frozenset(), speculation=only)
+    pieces = {}
+    for chunk_seconds in (1.0, 4.0):
+        monkeypatch.setattr(merging, "_chunk_seconds", chunk_seconds)
+        prompt = [*PROMPTS[3][:36], int(chunk_seconds)]
+        script = Script({0: [(0, stream)], 4: [(1, EngineRequest(prompt[::-1], 2, frozenset()))]})
+        progress = [p for p in merging.serve(script) if p.index == 0]
+        assert [i for p in progress for i in p.new_token_ids] == greedy(PROMPTS[0], max_tokens=29)
+        pieces[chunk_seconds] = sorted(len(p.new_token_ids) for p in progress)
+    assert pieces == {1.0: [1, 1, *[3] * 9], 4.0: [2, *[3] * 9]}

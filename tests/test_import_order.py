@@ -20,7 +20,7 @@ TIERS = (
     ("models",),
     ("speculation", "parallel.offload", "parallel.placement"),
     ("checkpoint", "tokenizer", "chat_template", "detokenizer", "parallel.multihost"),
-    ("serving.engine", "serving.device", "serving.progress", "serving.request", "serving.inbox"),
+    ("serving.engine", "serving.warm_up", "serving.device", "serving.progress", "serving.request", "serving.inbox"),
     (
         "llm", "assemble", "completion", "progress_bar", "vocabulary", "compile_cache", "bench", "visualize", "trace",
         "bench_contenders", "serving.async_protocol",

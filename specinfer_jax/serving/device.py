@@ -2,12 +2,10 @@
 
 import functools
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -16,10 +14,8 @@ from jaxtyping import Array, Float, Int
 from specinfer_jax.models.kv_cache import pages_per_slot
 from specinfer_jax.parallel.multihost import cluster
 from specinfer_jax.parallel.placement import Kind, MeshPrograms
-from specinfer_jax.serving.request import EngineRequest, readmission
 from specinfer_jax.speculation.decode import burst
 from specinfer_jax.speculation.gate import StepCosts
-from specinfer_jax.speculation.narrow import narrowed
 from specinfer_jax.speculation.sampling import ChosenLogprobs, SamplingState
 from specinfer_jax.speculation.slots import Admission, admit, init_state, place, prefill_chunk, prompt_logprobs
 from specinfer_jax.speculation.state import DecodeParams, DecodeState, LastStep, StepProgram, StepStats
@@ -28,8 +24,8 @@ PREFILL_CHUNKS = (128, 32)
 """Rows per prefill pass, largest first; a prompt takes the largest that it fills, the rest the smallest."""
 UNTIL_FINISHED = int(np.iinfo(np.int32).max)
 """Steps of a burst that ends when a slot finishes."""
-_FORCED_COST = 1e6
-_PROBE_STEPS = 4
+NEVER = 1e6
+"""Seconds of what the gate is to leave alone."""
 
 
 class Report(NamedTuple):
@@ -81,11 +77,9 @@ class Device:
             functools.partial(prompt_logprobs, program=program), "whole", "state", "slot", "whole", "whole",
             outputs="of slot",
         )  # fmt: skip
-        self._costs = StepCosts(
-            jnp.ones(len(program.buckets), jnp.float32), jnp.zeros(len(program.speculators), jnp.float32)
-        )
-        if self._cluster is not None:  # an array of one process's own device is not the same everywhere
-            self._costs = jax.tree.map(np.asarray, self._costs)
+        # On the host, as whatever calls are given: an array of one process's own device is not the same everywhere.
+        self._costs = step_costs(np.ones(len(program.buckets)), np.zeros(len(program.speculators)))
+        self._chunk_seconds = math.inf
         self._device_state: DecodeState | None = None
 
     def _tell(self, name: str, *arguments: Any) -> None:
@@ -125,8 +119,9 @@ class Device:
     def _state(self) -> DecodeState:
         """The slots' device state, empty ones after construction or a fault."""
         if self._device_state is None:
+            # One program for all arrays: by themselves they would be two dozen.
             self._device_state = (
-                self._new_state() if self._on_mesh is None else self._on_mesh.new_state(self._new_state)
+                jax.jit(self._new_state)() if self._on_mesh is None else self._on_mesh.new_state(self._new_state)
             )
         return self._device_state
 
@@ -136,7 +131,7 @@ class Device:
 
     @property
     def costs(self) -> StepCosts:
-        """Seconds of a verified pass by row bucket and of each speculator's drafting, measured by `warm_up`."""
+        """Seconds of a verified pass by row bucket and of each speculator's drafting, measured by warm_up.py."""
         return self._costs
 
     @property
@@ -170,68 +165,26 @@ class Device:
         self._tell("logprobs_of_prompt", slot, start)
         return self._prompt_logprobs(self.params, self._state, np.int32(slot), x_DT, np.int32(start))
 
-    def steps(self, most: int) -> Report:
-        """At most so many steps of all slots that decode."""
-        self._tell("steps", most)
-        self._state, report = self._burst(self.params, self._state, self._costs, np.int32(most))
+    def steps(self, most: int, *, is_brief: bool = False) -> Report:
+        """At most so many steps of all slots that decode; brief ones take half of a chunk's time or verify no tree."""
+        self._tell("steps", most)  # of several processes none goes by costs
+        costs = self._brief_costs() if is_brief else self._costs
+        self._state, report = self._burst(self.params, self._state, costs, np.int32(most))
         return report
 
-    def warm_up(self) -> None:
-        """Compile every program and measure what trees cost; afterwards no request compiles anything."""
-        probe = EngineRequest([0] * (sum(self._prefill) % self.max_model_len or 1), UNTIL_FINISHED, frozenset())
-        self._probe(probe)
-        for chunk in self._prefill:
-            x_DT = self.prefill(0, chunk)
-            self.logprobs_of_prompt(0, x_DT, 0)
-        self.fetch(self.steps(1))
-        if self.program.adaptive and self.program.speculators:
-            self._measure_costs(probe)
-        self.hand_out([None] * self.num_slots)
+    def _brief_costs(self) -> StepCosts:
+        """Costs that keep the gate from passes that are not brief."""
+        verify_J = np.array(self._costs.verify_J)
+        is_long_J = verify_J > self._chunk_seconds / 2
+        is_long_J[0] = False
+        return step_costs(np.where(is_long_J, NEVER, verify_J), np.asarray(self._costs.draft_M))
 
-    def _probe(self, request: EngineRequest) -> None:
-        """A request into the first slot and to its first step, whatever pages others hold."""
-        self.hand_out([list(range(self._table_pages)), *[None] * (self.num_slots - 1)])
-        arrays = readmission(
-            request, request.prompt_ids, 0, narrowed(self.program, None),
-            max_model_len=self.max_model_len, vocab_size=self.program.vocab_size,
-        )  # fmt: skip
-        self.enter(0, arrays)
-        for _ in range(0, len(request.prompt_ids) - 1, min(self._prefill)):
-            self.prefill(0, min(self._prefill))
-        jax.block_until_ready(self._state.committed_B)
 
-    def _measure_costs(self, probe: EngineRequest, repeats: int = 3) -> None:
-        """Seconds of a step at every row bucket, and of each speculator's drafting; the smallest of a few repeats."""
-        measured = self._costs
-        J, M = len(self.program.buckets), len(self.program.speculators)
-
-        def seconds(bucket: int, drafting: int | None) -> float:
-            # The gate runs the bucket that looks cheapest, and drafts where that looks free.
-            verify_J = np.full(J, _FORCED_COST, np.float32)
-            verify_J[bucket] = 1 / _FORCED_COST
-            draft_M = np.full(M, _FORCED_COST * _FORCED_COST, np.float32)
-            if drafting is not None:
-                draft_M[drafting] = 0
-            self._costs = StepCosts(jnp.asarray(verify_J), jnp.asarray(draft_M))
-            shortest = {1: math.inf, _PROBE_STEPS: math.inf}
-            for steps in (1, _PROBE_STEPS) * repeats:
-                if not self.fetch(self._state.active_B)[0]:  # the probe reached a short max_model_len
-                    self._probe(probe)
-                began = time.perf_counter()
-                jax.block_until_ready(self.steps(steps))
-                shortest[steps] = min(shortest[steps], time.perf_counter() - began)
-            # The difference leaves out what a burst costs the host.
-            return max(shortest[_PROBE_STEPS] - shortest[1], 1e-6) / (_PROBE_STEPS - 1)
-
-        try:
-            verify = [seconds(j, None) for j in range(J)]
-            draft = [
-                max(seconds(J - 1, m) - verify[-1], 0.0) if s.static_tree() is not None else 0.0
-                for m, s in enumerate(self.program.speculators)
-            ]
-        finally:
-            self._costs = measured
-        self._costs = StepCosts(jnp.asarray(verify, jnp.float32), jnp.asarray(draft, jnp.float32))
+def step_costs(verify_J: Sequence[float] | np.ndarray, draft_M: Sequence[float] | np.ndarray) -> StepCosts:
+    """Costs as calls take them: numpy arrays, which need no program of their own."""
+    verify: Any = np.asarray(verify_J, np.float32)
+    draft: Any = np.asarray(draft_M, np.float32)
+    return StepCosts(verify, draft)
 
 
 def _burst_and_report(

@@ -17,12 +17,13 @@ from jax.typing import DTypeLike
 
 from specinfer_jax.errors import SamplingError
 from specinfer_jax.parallel.sharding import DATA
-from specinfer_jax.serving.device import UNTIL_FINISHED, Device, Report
+from specinfer_jax.serving.device import UNTIL_FINISHED, Report
 from specinfer_jax.serving.inbox import AllAtOnce, Inbox
 from specinfer_jax.serving.progress import Running, failure
 from specinfer_jax.serving.request import EngineRequest, Progress, check_request, readmission, token_limit
 from specinfer_jax.serving.request_manager import RequestManager
 from specinfer_jax.serving.schedule import Prefill
+from specinfer_jax.serving.warm_up import ReadyDevice
 from specinfer_jax.speculation.narrow import narrowed
 from specinfer_jax.speculation.rules import GREEDY
 from specinfer_jax.speculation.slots import Admission
@@ -50,7 +51,7 @@ class _Flight(NamedTuple):
     """(slot, request, its visit) of all that decoded."""
 
 
-class Engine(Device):
+class Engine(ReadyDevice):
     """Runs requests through one compiled step program; not re-entrant, one call at a time."""
 
     def __init__(
@@ -180,8 +181,9 @@ class Engine(Device):
             try:
                 for index in self.manager.secure(passes=pace.prefill_passes):
                     self._open[index].put_back()
-                self._prefill_some(pace, progress)
-                launched = self._launch(pace)
+                had_to_wait = self._prefill_some(pace, progress)
+                # They wait for the passes and a step: the step is kept short then.
+                launched = self._launch(pace, is_brief=had_to_wait and pace.prefill_passes is not None)
                 if flight is not None:
                     self._collect(flight, progress)
                 flight = launched
@@ -233,7 +235,9 @@ class Engine(Device):
             self.hand_out(tables)
             self._handed_out = tables
 
-    def _prefill_some(self, pace: _Pace, progress: list[Progress]) -> None:
+    def _prefill_some(self, pace: _Pace, progress: list[Progress]) -> bool:
+        """Admissions and chunks; whether those who decode had to wait for a pass."""
+        is_awaited, has_passed = bool(self.manager.decoding()), False
         while work := self.manager.next_prefill():
             running = self._open[work.index]
             if work.is_new:
@@ -248,11 +252,13 @@ class Engine(Device):
                 running.enter(work)
             if work.size:
                 self._prefill_chunk(running, work)
+                has_passed = True
             self.manager.prefilled(work)
             if work.is_last:
                 if pace.prefill_passes is None:
                     jax.block_until_ready(self._state.committed_B)  # so that the clock tells what a prompt takes
                 running.begin_decoding()
+        return is_awaited and has_passed
 
     def _arrays(self, running: Running, work: Prefill) -> Admission:
         entry = self.manager.slots[work.slot]
@@ -268,7 +274,7 @@ class Engine(Device):
             of_chunk = self.logprobs_of_prompt(work.slot, x_DT, work.start)
             running.add_prompt_logprobs(of_chunk, work.count)
 
-    def _launch(self, pace: _Pace) -> _Flight | None:
+    def _launch(self, pace: _Pace, *, is_brief: bool) -> _Flight | None:
         """Steps of all slots that decode, on their way; None: nobody decodes."""
         slots = [(entry.slot, self._open[entry.index]) for entry in self.manager.decoding() if entry.slot is not None]
         is_seen = any(running.is_seen_step_by_step for _, running in slots)
@@ -276,7 +282,9 @@ class Engine(Device):
         if not steps:
             return None
         self._hand_out()
-        return _Flight(self.steps(steps), steps, [(slot, running, running.visit) for slot, running in slots])
+        return _Flight(
+            self.steps(steps, is_brief=is_brief), steps, [(slot, running, running.visit) for slot, running in slots]
+        )
 
     def _collect(self, flight: _Flight, progress: list[Progress]) -> None:
         """Progress of every slot that decoded; finished requests leave."""
