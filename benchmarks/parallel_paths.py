@@ -23,6 +23,7 @@ from benchmarks.machine import describe_machine, memory_gib
 from benchmarks.serving_plots import plot_paths
 from pallas_kernels.tree_attention import ancestor_words, causal_words
 from specinfer_jax.assemble import PAGE_SIZE, Model, choose_dtype, open_model
+from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache, cache_bytes, commit, init_cache, read_first
@@ -169,6 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--memory-gib", type=float, help="for the largest batch; None: this machine's")
     parser.add_argument("--out", type=Path, default=Path("out/paths"))
     options = parser.parse_args(arguments)
+    enable_compile_cache()
     dtype = choose_dtype("auto")
     model = open_model(options.model, dtype=dtype)
     weights = sum(x.nbytes for x in jax.tree.leaves(model.params))

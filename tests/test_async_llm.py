@@ -13,6 +13,7 @@ from specinfer_jax import LLM, SamplingParams, Speculation
 from specinfer_jax.assemble import open_model
 from specinfer_jax.async_llm import AsyncLLM
 from specinfer_jax.errors import PromptError, SamplingError, SpeculationError
+from specinfer_jax.outputs import StreamOutput
 from specinfer_jax.serving.async_protocol import (
     AsyncEngine,
     EngineDeadError,
@@ -75,6 +76,37 @@ def test_side_by_side_equals_alone(llm: AsyncLLM) -> None:
     assert (snapshot.queued, snapshot.running, snapshot.slots) == (0, 0, 2)
     assert snapshot.generated_tokens >= 20 + 9
     assert sum(snapshot.step_seconds.counts) == snapshot.steps > 0
+
+
+def test_counters_equal_a_recount(llm: AsyncLLM) -> None:
+    # case B083: with trees and without, one that ends in the midst of what a step commits
+    plan = [
+        ([8, 8, 8, 8, 40, 41], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), None),
+        ([3, 4] * 6, SamplingParams(temperature=0, max_tokens=23, ignore_eos=True), None),
+        ([60, 12], SamplingParams(temperature=0, max_tokens=5), RequestSpeculation(enabled=False)),
+    ]
+
+    async def last_piece(prompt: list[int], params: SamplingParams, wanted: RequestSpeculation | None) -> StreamOutput:
+        pieces = llm.generate(prompt, params, request_id=str(prompt), speculation=wanted)
+        return [piece async for piece in pieces][-1]
+
+    async def all_at_once() -> list[StreamOutput]:
+        return await asyncio.gather(*(last_piece(*entry) for entry in plan))
+
+    before = llm.snapshot()
+    stats = [piece.stats for piece in run(all_at_once()) if piece.stats is not None]
+    after = llm.snapshot()
+    assert len(stats) == len(plan) and sum(stats[0].proposed_by_position) > 0 == sum(stats[2].proposed_by_position)
+    assert after.generated_tokens - before.generated_tokens == sum(s.tokens for s in stats) == 40 + 23 + 5
+    assert after.prompt_tokens - before.prompt_tokens == 6 + 12 + 2
+    assert after.cached_prompt_tokens - before.cached_prompt_tokens == sum(s.cached_tokens for s in stats)
+    for name in ("proposed_by_position", "accepted_by_position"):
+        old, new = getattr(before, name), getattr(after, name)
+        added = [count - (old[i] if i < len(old) else 0) for i, count in enumerate(new)]
+        assert added == [sum(counts) for counts in zip(*(getattr(s, name) for s in stats), strict=True)], name
+    for name in ("proposed_by_speculator", "accepted_by_speculator"):
+        added = getattr(after, name)["ngram"] - getattr(before, name).get("ngram", 0)
+        assert added == sum(getattr(s, name)["ngram"] for s in stats), name
 
 
 def test_a_closed_stream_frees_its_slot(llm: AsyncLLM) -> None:
