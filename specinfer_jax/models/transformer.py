@@ -6,6 +6,7 @@ only read. The parameter tree is
     {"embed": {...}, "layers_0": {...}, ..., "layers_{L-1}": {...}, "head": {...}}
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -239,4 +240,7 @@ def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = jnp.float
 
 def param_shapes(config: ModelConfig, *, dtype: DTypeLike = jnp.float32) -> Params:
     """Names, shapes and dtypes of the parameter tree as `jax.ShapeDtypeStruct`; allocates nothing."""
-    return jax.eval_shape(lambda key: init_params(config, key, dtype=dtype), jax.random.key(0))
+    one = dataclasses.replace(config, num_layers=1)  # layers are alike, and each takes a while to trace
+    shapes = jax.eval_shape(lambda key: init_params(one, key, dtype=dtype), jax.random.key(0))
+    layers = {f"layers_{l}": jax.tree.map(lambda x: x, shapes["layers_0"]) for l in range(config.num_layers)}
+    return {"embed": shapes["embed"], **layers, "head": shapes["head"]}
