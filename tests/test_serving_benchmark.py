@@ -1,17 +1,22 @@
 """The load generator counts what clients see; paths as sequences verify the same nodes as one tree."""
 
+import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
 import tiny_model
-from decode_cases import shared_engine
+from fake_engine import STATS
 
 from benchmarks import parallel_paths, serving
 from benchmarks.serving_load import Load, Seen, percentiles, run_load
 from specinfer_jax.assemble import open_model
-from specinfer_jax.serving.request import EngineRequest
+from specinfer_jax.serving.inbox import Inbox
+from specinfer_jax.serving.request import EngineRequest, Progress
 from specinfer_jax.tree.expand import parse_expansion
 
 
@@ -23,8 +28,30 @@ def test_time_per_token_leaves_the_first_out() -> None:
     assert percentiles([]) is None
 
 
+class Turns:
+    """An engine without a model: in every iteration each of two slots gets a token."""
+
+    manager = SimpleNamespace(preemptions=0)
+
+    def serve(self, inbox: Inbox) -> Iterator[Progress]:
+        waiting: list[tuple[int, EngineRequest]] = []
+        left: dict[int, int] = {}
+        while (news := inbox.take(is_idle=not waiting and not left)) is not None:
+            waiting += news.requests
+            while waiting and len(left) < 2:
+                index, request = waiting.pop(0)
+                left[index] = request.max_tokens
+            for index in list(left):
+                left[index] -= 1
+                reason = None if left[index] else "length"
+                count = index + 1
+                yield Progress(index, [0], reason, reason and dataclasses.replace(STATS, tokens=count, steps=count))
+                if reason:
+                    del left[index]
+
+
 def test_a_closed_loop_and_arrivals_at_random() -> None:
-    engine = shared_engine(num_slots=2)
+    engine: Any = Turns()
     requests = [EngineRequest([5, i], 1 + i, frozenset()) for i in range(6)]
     closed = Load(requests, clients=2)
     first = closed.take(is_idle=True)
