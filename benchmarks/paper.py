@@ -46,6 +46,8 @@ from specinfer_jax.prompts import read_prompts
 from specinfer_jax.speculation.tree_choice import widest_trees
 
 TABLES = ("1", "2", "3", "wide", "ssms")
+OPTIONS = ("limit", "decode_limit", "stochastic_limit", "max_tokens", "temperature", "tree")
+"""What a report says of how it was made."""
 
 
 def table_of_cells(cells: Sequence[Cell]) -> str:
@@ -97,10 +99,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--figure", type=int, choices=[9], help="number in the paper; needs table 2")
     parser.add_argument("--data", type=Path, required=True, help=f"folder with {', '.join(PROMPT_SETS)} as .jsonl")
     parser.add_argument("--sets", type=names, default=list(PROMPT_SETS), help="only these prompt sets")
+    parser.add_argument("--by-category", action="store_true", help="each category of a set is a set")
     parser.add_argument("--limit", type=int, default=20, help="prompts of each set, from its start")
     parser.add_argument(
         "--decode-limit", type=int, help="prompts of each set where counting will not do; 0: no such rows"
     )
+    parser.add_argument("--stochastic-limit", type=int, help="prompts of each set above temperature 0; default: all")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--temperature", type=float, default=1.0, help="of what is stochastic")
     parser.add_argument("--tree", default="1,1,3,1,1", help="of table 3: children per node and level")
@@ -130,16 +134,16 @@ def open_ssms(options: argparse.Namespace, model: Model) -> list[Model]:
 
 def measure(options: argparse.Namespace, model: Model, ssms: Sequence[Model]) -> dict[str, Any]:
     """All tables asked for, printed as they come; their entries by table."""
-    prompt_sets = {
-        name: encode_prompts(
-            model.tokenizer,
-            [entry.prompt for entry in read_prompts(options.data / f"{name}.jsonl", limit=options.limit)],
-        )
-        for name in options.sets
-    }
+    texts: dict[str, list[str]] = {}
+    for name in options.sets:
+        for entry in read_prompts(options.data / f"{name}.jsonl"):
+            group = texts.setdefault(f"{name}: {entry.category}" if options.by_category else name, [])
+            if len(group) < options.limit:
+                group.append(entry.prompt)
+    prompt_sets = {name: encode_prompts(model.tokenizer, group) for name, group in texts.items()}
     sizes = {name: getattr(options, name) for name in ("max_tokens", "max_num_seqs", "max_model_len")}
-    folder = options.out and options.out / "answers"
-    measuring = Measuring(model, prompt_sets, folder=folder, decode_limit=options.decode_limit, **sizes)
+    limits = {name: getattr(options, name) for name in ("decode_limit", "stochastic_limit")}
+    measuring = Measuring(model, prompt_sets, folder=options.out and options.out / "answers", **limits, **sizes)
     rules = {
         "2": rules_of_table_2(options.temperature),
         "3": rules_of_table_3(options.tree, options.temperature),
@@ -147,15 +151,17 @@ def measure(options: argparse.Namespace, model: Model, ssms: Sequence[Model]) ->
         "ssms": rules_of_ssm_counts(len(ssms), options.temperature),
     }
     found: dict[str, Any] = {}
-    for table in options.table:
-        if table == "1":
-            found[table] = top_k_success(measuring, ssms[0], temperature=options.temperature, report=_line)
-            print("\n" + table_of_success(found[table]) + "\n", flush=True)
-        else:
-            own = ssms if table == "ssms" else ssms[:1]
-            asked = [rule for rule in rules[table] if is_counted(rule, len(own)) or options.decode_limit != 0]
-            cells = tokens_per_step(measuring, own, asked, report=_line, decodes=options.decode)
-            found[table] = with_pool(cells)
+    if "1" in options.table:
+        found["1"] = top_k_success(measuring, ssms[0], temperature=options.temperature, report=_line)
+        print("\n" + table_of_success(found["1"]) + "\n", flush=True)
+    # All at once: what is counted for one table is counted for all.
+    asked = [rule for table in options.table if table != "1" for rule in rules[table]]
+    asked = [rule for rule in asked if is_counted(rule) or options.decode_limit != 0]
+    cells = tokens_per_step(measuring, ssms, asked, report=_line, decodes=options.decode)
+    for table in [table for table in options.table if table != "1"]:
+        names = [rule.name for rule in rules[table]]
+        found[table] = with_pool([c for c in cells if c.rule in names])
+        if found[table]:
             print("\n" + table_of_cells(found[table]) + "\n", flush=True)
     return found
 
@@ -174,7 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     report = {
         "model": model.location, "ssms": [ssm.location for ssm in ssms], "machine": describe_machine(),
-        **{name: getattr(options, name) for name in ("limit", "decode_limit", "max_tokens", "temperature", "tree")},
+        **{name: getattr(options, name) for name in OPTIONS},
         "tables": {table: [dataclasses.asdict(entry) for entry in entries] for table, entries in found.items()},
     }  # fmt: skip
     (options.out / "paper.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -135,8 +135,8 @@ def _places(llm: Model, ssm: Model, plan: BatchPlan, *, temperature: float) -> I
 def _compare(
     llm_params: Any, ssm_params: Any, x_DT: Float[Array, "D T"], y_DT: Float[Array, "E T"], column_M: Int[Array, " M"],
     target_M: Int[Array, " M"], *, configs: tuple[ModelConfig, ModelConfig], temperature: float, vocab_limit: int,
-) -> Places:  # fmt: skip
-    """Both distributions at some columns."""
+) -> tuple[Array, Array, Array, Array]:  # fmt: skip
+    """`Places` of some columns."""
     llm_config, ssm_config = configs
     p_MV = jax.nn.softmax(
         vocabulary_logits(llm_params, x_DT[:, column_M], config=llm_config)[:vocab_limit].T / temperature, axis=1
@@ -151,4 +151,4 @@ def _compare(
     is_own_MC = id_MC == target_M[:, None]
     own_slot_M = jnp.where(is_own_MC.any(axis=1), jnp.argmax(is_own_MC, axis=1), id_MC.shape[1])
     own_p_M = jnp.take_along_axis(p_MV, target_M[:, None], axis=1)[:, 0]
-    return Places(jnp.take_along_axis(p_MV, id_MC, axis=1), q_MC, own_p_M, own_slot_M)
+    return jnp.take_along_axis(p_MV, id_MC, axis=1), q_MC, own_p_M, own_slot_M

@@ -40,8 +40,8 @@ class Rule:
     """How children are chosen."""
     verification: str = MSS_RENORMALIZED
     """How they are verified."""
-    ssms: int | None = None
-    """How many of the SSMs take part; None: all."""
+    ssms: int = 1
+    """How many of the SSMs take part."""
 
 
 def rules_of_table_2(temperature: float) -> list[Rule]:
@@ -148,24 +148,27 @@ class Measuring(NamedTuple):
     """Keeps the LLM's answers for the next run."""
     decode_limit: int | None = None
     """Prompts of each set, from its start, for rules that must be decoded; None: all."""
+    stochastic_limit: int | None = None
+    """Prompts of each set, from its start, above temperature 0; None: all."""
 
     def answers(self, name: str, temperature: float) -> list[Answer]:
         """The LLM's answers to one prompt set."""
+        prompts = self.prompt_sets[name][: self.stochastic_limit if temperature > 0 else None]
         return answer_all(
-            self.model, self.prompt_sets[name], name=name, temperature=temperature, max_tokens=self.max_tokens,
+            self.model, prompts, name=name, temperature=temperature, max_tokens=self.max_tokens,
             max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len, folder=self.folder,
         )  # fmt: skip
 
 
-def is_counted(rule: Rule, num_ssms: int = 1) -> bool:
+def is_counted(rule: Rule) -> bool:
     """Whether the rule's steps follow from the LLM's answers (paper_counted.py), or their law does (paper_draws.py)."""
     follows = rule.temperature == 0 or (rule.children, rule.verification) == (TOP_K, NAIVE)
-    return follows or _counts_draws(rule, num_ssms)
+    return follows or _counts_draws(rule)
 
 
-def _counts_draws(rule: Rule, num_ssms: int) -> bool:
+def _counts_draws(rule: Rule) -> bool:
     pair = rule.children, rule.verification
-    return rule.temperature > 0 and pair == (WITHOUT_REPLACEMENT, MSS_RENORMALIZED) and (rule.ssms or num_ssms) == 1
+    return rule.temperature > 0 and pair == (WITHOUT_REPLACEMENT, MSS_RENORMALIZED) and rule.ssms == 1
 
 
 def tokens_per_step(
@@ -181,7 +184,7 @@ def tokens_per_step(
       report: gets every cell as it comes.
       decodes: decode also where counting on answers gives the same.
     """
-    counted = [rule for rule in rules if is_counted(rule, len(ssms)) and not decodes]
+    counted = [rule for rule in rules if is_counted(rule) and not decodes]
     found: dict[tuple[str, str], Cell] = {}
 
     def add(rule: Rule, name: str, steps: Sequence[RequestStats | Steps]) -> None:
@@ -193,7 +196,7 @@ def tokens_per_step(
             answers = measuring.answers(name, temperature)
             here = [rule for rule in counted if rule.temperature == temperature]
             by_rank = [ranks_of(ssm, answers, max_model_len=measuring.max_model_len) for ssm in ssms]
-            drawn = [rule for rule in here if _counts_draws(rule, len(ssms))]
+            drawn = [rule for rule in here if _counts_draws(rule)]
             if drawn:
                 by_draw = draw_ranks_of(
                     measuring.model, ssms[0], answers, temperature=temperature, max_model_len=measuring.max_model_len,

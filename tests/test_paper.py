@@ -45,12 +45,12 @@ def test_rules_are_the_papers() -> None:
     assert {rule.temperature for rule in widths[:5]} == {0.0}
     assert {rule.temperature for rule in widths[5:]} == {1.0}
     assert [paper_tables.is_counted(rule) for rule in widths] == [True] * 15
-    assert [paper_tables.is_counted(rule, 2) for rule in widths] == [True] * 10 + [False] * 5
     for rule in paper_tables.rules_of_table_3("1,3", 1.0):
         assert exact_pair(rule.children, rule.verification) == (rule.children, rule.verification)
     counts = rules_of_ssm_counts(3, 1.0)
     assert [rule.ssms for rule in counts] == [1, 2, 3, 1, 2, 3]
-    assert {parse_expansion(rule.tree).num_nodes * (rule.ssms or 0) for rule in counts} == {12}
+    assert [paper_tables.is_counted(rule) for rule in counts] == [True] * 4 + [False] * 2
+    assert {parse_expansion(rule.tree).num_nodes * rule.ssms for rule in counts} == {12}
 
 
 def test_a_pool_weighs_by_steps() -> None:

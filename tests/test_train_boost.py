@@ -2,19 +2,24 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from tiny_model import CONFIG, write_folder
-from train_run_cases import make_answers, make_settings
+from train_run_cases import make_answers, make_settings, values, write_toml
 
 from specinfer_jax.errors import ConfigError
 from train.answers import Answer, split_answers
 from train.boost import REPORT_FILE, boost, match_samples, next_weights
 from train.export import open_trained
-from train.settings import BoostSettings, TrainSettings
+from train.settings import BoostSettings, TrainSettings, load_settings
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -85,6 +90,46 @@ def test_later_ssms_share_the_first_ones_layers(settings: TrainSettings, tmp_pat
     too_many = dataclasses.replace(shared, boost=dataclasses.replace(shared.boost, own_layers=9))
     with pytest.raises(ConfigError, match=r"own_layers is 9, and the first SSM has \d+ layers"):
         boost(too_many, tmp_path, quiet=True, prompts=0)
+
+
+def test_a_finished_ssm_stands_for_the_first_round(settings: TrainSettings, tmp_path: Path) -> None:
+    rounds = boost(settings, tmp_path / "whole", quiet=True, prompts=0)
+    finished = str(tmp_path / "whole" / "ssm-1")
+    given = dataclasses.replace(settings, boost=dataclasses.replace(settings.boost, first=finished))
+    assert boost(given, tmp_path / "given", quiet=True, prompts=0) == rounds
+    assert [path.name for path in sorted((tmp_path / "given").iterdir())] == [REPORT_FILE, "ssm-2"]
+    of_both = [open_trained(tmp_path / name / "ssm-2").model.params for name in ("whole", "given")]
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *of_both))
+    nothing = dataclasses.replace(settings, boost=dataclasses.replace(settings.boost, first=str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"boost.first is '.*': neither the folder of an SSM nor one that ships"):
+        boost(nothing, tmp_path / "nothing", quiet=True, prompts=0)
+
+
+@pytest.mark.slow
+def test_killed_at_five_moments_boosts_bit_for_bit(settings: TrainSettings, tmp_path: Path) -> None:
+    rules = '[boost]\nrounds = 2\nmatch = 1\nweighting = "drop"\ntree = "1"\n'
+    toml, out = write_toml(tmp_path / "run.toml", settings, rules), tmp_path / "killed"
+    run = [sys.executable, "-m", "train.boost", str(toml), "--out", str(out), "--prompts", "0"]
+    moments = np.random.default_rng(time.time_ns())
+    begun, written = time.monotonic(), 0
+    for _ in range(5):
+        process = subprocess.Popen(run, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        enough = written + int(moments.integers(1, 10))
+        while written < enough and process.poll() is None:
+            assert time.monotonic() < begun + 600, "it did not come to the moment"
+            time.sleep(0.002)
+            written = sum(path.read_bytes().count(b"\n") for path in out.glob("ssm-*/metrics.jsonl"))
+        time.sleep(moments.random() * 0.3)
+        process.kill()
+        process.wait()
+    subprocess.run(run, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    boost(load_settings(toml), tmp_path / "straight", quiet=True, prompts=0)
+    for name in ("ssm-1", "ssm-2"):
+        assert values(out / name) == values(tmp_path / "straight" / name)
+        of_both = [open_trained(folder / name).model.params for folder in (out, tmp_path / "straight")]
+        assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), *of_both))
+    killed, straight = ((folder / REPORT_FILE).read_text() for folder in (out, tmp_path / "straight"))
+    assert killed == straight
 
 
 def test_held_out_answers_are_never_trained_on(settings: TrainSettings) -> None:

@@ -1,6 +1,5 @@
 """Checkpoints: an interrupted or killed run goes on bit for bit; damaged files, a full disk, other models."""
 
-import json
 import os
 import signal
 import subprocess
@@ -12,12 +11,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from train_run_cases import Faulty, assert_same, changed, distill_settings, good, make_settings, run
+from train_run_cases import (
+    Faulty,
+    assert_same,
+    changed,
+    distill_settings,
+    good,
+    make_settings,
+    run,
+    values,
+    write_toml,
+)
 
 from specinfer_jax.errors import CheckpointError
 from train.checkpoints import Checkpoints
 from train.distill import distill
-from train.record import read_metrics
 from train.settings import TrainSettings, load_settings
 from train.step import TrainBatch
 
@@ -30,10 +38,6 @@ class Crash(Exception):
 
 def crash(batch: TrainBatch) -> TrainBatch:
     raise Crash
-
-
-def values(folder: Path) -> list[dict[str, float]]:
-    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_metrics(folder)]
 
 
 def test_interrupted_run_equals_a_straight_one(tmp_path: Path) -> None:
@@ -111,17 +115,6 @@ def test_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         pytest.raises(CheckpointError, match="no checkpoint 7"),
     ):
         checkpoints.restore({}, step=7)
-
-
-def write_toml(path: Path, settings: TrainSettings) -> Path:
-    run, data = settings.run, settings.data
-    path.write_text(
-        f"llm = {json.dumps(settings.llm)}\n[data]\nanswers = {json.dumps(list(data.answers))}\nheld_out = 0.2\n"
-        f"rows = {data.rows}\ntokens = {data.tokens}\n[optimiser]\nlearning_rate = 3e-3\nwarmup = 4\n"
-        f"[run]\nsteps = {run.steps}\nsave_interval = {run.save_interval}\neval_interval = 0\ntensorboard = false\n"
-        "devices = 1\n"
-    )
-    return path
 
 
 def start_process(toml: Path, out: Path) -> subprocess.Popen[bytes]:

@@ -1,6 +1,7 @@
 """A tiny LLM, answers for it, and settings that train an SSM in a second."""
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from train.distill import PlanBatches
 from train.loop import Trained, train
 from train.packing import BatchPlan
 from train.parts import split_params
+from train.record import read_metrics
 from train.settings import DataSettings, InitSettings, OptimiserSettings, RunSettings, TrainSettings
 from train.step import TrainBatch
 
@@ -50,6 +52,23 @@ def make_settings(
         optimiser=OptimiserSettings(learning_rate=3e-3, warmup=4, accumulate=accumulate, clip_norm=clip),
         run=RunSettings(steps=steps, **run),
     )
+
+
+def values(folder: Path) -> list[dict[str, float]]:
+    """What a run recorded, but for its speed."""
+    return [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in read_metrics(folder)]
+
+
+def write_toml(path: Path, settings: TrainSettings, more: str = "") -> Path:
+    """A settings file that a process of its own can read."""
+    run, data = settings.run, settings.data
+    path.write_text(
+        f"llm = {json.dumps(settings.llm)}\n[data]\nanswers = {json.dumps(list(data.answers))}\nheld_out = 0.2\n"
+        f"rows = {data.rows}\ntokens = {data.tokens}\n[optimiser]\nlearning_rate = 3e-3\nwarmup = 4\n"
+        f"[run]\nsteps = {run.steps}\nsave_interval = {run.save_interval}\neval_interval = 0\ntensorboard = false\n"
+        f"devices = 1\n{more}"
+    )
+    return path
 
 
 class Faulty:

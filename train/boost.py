@@ -9,7 +9,8 @@ python -m train.boost configs/train/smollm2_boost.toml --out out/boost
 A sample is a whole answer (`boost.match = "continuation"`: every one of its tokens is the SSM's likeliest one), or a
 place in an answer (`boost.match = n`: the next n tokens are). Marked samples are dropped, or count less ("soft"). With
 match = 1 and "drop" each SSM learns the tokens that the merged set misses. With `boost.own_layers` the later SSMs are
-the first one but for their last layers.
+the first one but for their last layers. `boost.first` names an SSM that is finished already and takes the place of
+round 1: its hits should be marked on answers that it was not trained on.
 
 FOLDER gets ssm-1/, ssm-2/, ... (runs of train.distill, which go on after an interruption) and boost.json: after each
 round the share marked, what each SSM and the set foresee on held-out answers, and tokens per step of the merged tree.
@@ -36,6 +37,7 @@ from specinfer_jax.metrics import RequestStats, total
 from train.answers import Answer, read_answers, split_answers
 from train.distill import distill
 from train.evaluate import answer_ranks
+from train.export import open_finished
 from train.packing import BatchPlan
 from train.settings import CONTINUATION, FROM_LLM, BoostSettings, TrainSettings, load_settings
 
@@ -88,13 +90,13 @@ def next_weights(marked: Mapping[str, np.ndarray], settings: BoostSettings) -> d
     return {key: np.where(m, np.float32(marked_weight), np.float32(1)) for key, m in marked.items()}
 
 
-def round_settings(settings: TrainSettings, number: int, first: Path, ssms: Sequence[Model]) -> TrainSettings:
+def round_settings(settings: TrainSettings, number: int, first: str, ssms: Sequence[Model]) -> TrainSettings:
     """Settings of one round's run.
 
     Args:
       settings: of all rounds.
       number: of the round, from 1; each has a seed of its own.
-      first: folder of the first round's run.
+      first: name of the first SSM, or folder of its run.
       ssms: what came out of the rounds before.
 
     Raises:
@@ -110,7 +112,7 @@ def round_settings(settings: TrainSettings, number: int, first: Path, ssms: Sequ
         raise ConfigError(f"boost.own_layers is {own_layers}, and the first SSM has {num_layers} layers")
     tuned = tuple(f"layers_{l}" for l in range(num_layers - own_layers, num_layers))
     init = dataclasses.replace(
-        settings.init, source=str(first), layers=(), model={}, vocabulary=0, train=(*tuned, "norm")
+        settings.init, source=first, layers=(), model={}, vocabulary=0, train=(*tuned, "norm")
     )  # fmt: skip
     return dataclasses.replace(settings, init=init)
 
@@ -131,26 +133,33 @@ def boost(settings: TrainSettings, folder: Path, *, quiet: bool = False, prompts
     fit, held = split_answers(answers, held_out=settings.data.held_out)
     source = open_model(settings.llm, dtype=jnp.dtype(jnp.float32))
     of_start = source if settings.init.source == FROM_LLM else None
+    first = settings.boost.first or str(folder / "ssm-1")
     weights: dict[str, np.ndarray] = {}
     marked: dict[str, np.ndarray] = {}
     held_hits: list[Hits] = []
     ssms: list[Model] = []
     rounds: list[Round] = []
     for number in range(1, settings.boost.rounds + 1):
-        own, shares = round_settings(settings, number, folder / "ssm-1", ssms), bool(ssms and settings.boost.own_layers)
-        done = distill(
-            own, folder / f"ssm-{number}", answers=answers, weights=weights, source=ssms[0] if shares else of_start,
-            quiet=quiet,
-        )  # fmt: skip
-        if not done.trained.is_complete:
-            break
-        ssms.append(done.model)
-        for key, hit_T in _hits(done.model, fit, settings).items():
+        if settings.boost.first and not ssms:
+            model = open_finished(first, source)
+            if model is None:
+                raise ConfigError(f"boost.first is {first!r}: neither the folder of an SSM nor one that ships")
+        else:
+            shares = bool(ssms and settings.boost.own_layers)
+            done = distill(
+                round_settings(settings, number, first, ssms), folder / f"ssm-{number}", answers=answers,
+                weights=weights, source=ssms[0] if shares else of_start, quiet=quiet,
+            )  # fmt: skip
+            if not done.trained.is_complete:
+                break
+            model = done.model
+        ssms.append(model)
+        for key, hit_T in _hits(model, fit, settings).items():
             right_T = match_samples(hit_T, settings.boost.match)
             marked[key] = marked[key] | right_T if key in marked else right_T
         weights = next_weights(marked, settings.boost)
         if held:
-            held_hits.append(_hits(done.model, held, settings))
+            held_hits.append(_hits(model, held, settings))
         served = _serve(source, ssms, held[:prompts], settings) if held and prompts else (None, None, None)
         rounds.append(_round(number, marked, weights, held_hits, served, settings.boost.match))
         _write_report(folder, settings, rounds)
@@ -225,6 +234,7 @@ def _round(
 
 def _write_report(folder: Path, settings: TrainSettings, rounds: Sequence[Round]) -> None:
     content = {"boost": dataclasses.asdict(settings.boost), "rounds": [dataclasses.asdict(r) for r in rounds]}
+    folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f"{REPORT_FILE}.partial"
     scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(scratch, folder / REPORT_FILE)

@@ -20,7 +20,7 @@ from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.errors import ConfigError, SpecInferError
 from train.answers import Answer, TrainDataError, read_answers, split_answers
 from train.evaluate import evaluate, numbers
-from train.export import open_run_source
+from train.export import open_finished
 from train.initial import describe, draft_vocabulary, make_start
 from train.loop import Trained, train
 from train.packing import BatchPlan
@@ -104,7 +104,7 @@ def distill(
     plan = BatchPlan(counting, rows=settings.data.rows, tokens=settings.data.tokens, seed=settings.run.seed)
     check_run(folder, settings, plan, weights, vocabulary)
 
-    source = source or open_run_source(settings)
+    source = source or open_finished(settings.init.source, settings.llm)
     start = make_start(settings.init, settings.llm, vocabulary=vocabulary, seed=settings.run.seed, source=source)
     config = start.model.config
     _check_fit(answers, settings, config.vocab_size, config.max_position)

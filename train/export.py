@@ -21,10 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specinfer_jax.assemble import Model
+from specinfer_jax.assemble import Model, open_model, open_ssm
 from specinfer_jax.checkpoint.assign import flat_paths, weight_dtype
 from specinfer_jax.checkpoint.disk import check_free_space, clear_disk_errors, flush_to_disk
 from specinfer_jax.checkpoint.hf_safetensors import SINGLE_FILE
+from specinfer_jax.checkpoint.resolve import find_ssm_folder
 from specinfer_jax.errors import CheckpointError, ConfigError, SpecInferError
 from specinfer_jax.models.config import ModelConfig, RopeConfig
 from specinfer_jax.models.families import FAMILIES
@@ -78,7 +79,7 @@ def open_trained(
                 "export; train.export.open_trained(FOLDER).model is an SSM for Speculation as it is"
             )
         vocabulary = None
-    source = source or open_run_source(settings)
+    source = source or open_finished(settings.init.source, settings.llm)
     start = make_start(settings.init, settings.llm, vocabulary=vocabulary, seed=settings.run.seed, source=source)
     if not (folder / FOLDER).is_dir():
         raise CheckpointError(f"{folder} holds no checkpoint yet")
@@ -92,10 +93,19 @@ def open_trained(
     return Opened(model, trained, settings, restored.step)
 
 
-def open_run_source(settings: TrainSettings) -> Model | None:
-    """What `init.source` has come to if it names the folder of a run; else None."""
-    folder = Path(settings.init.source)
-    return open_trained(folder).model if (folder / RUN_FILE).is_file() else None
+def open_finished(name: str | os.PathLike[str], llm: str | Model) -> Model | None:
+    """An SSM that training has made already, float32; None if the name is of something else.
+
+    Args:
+      name: folder of a run, folder of `train.pack`, or an SSM that ships (specinfer_jax/ssms).
+      llm: the model that it was made for.
+    """
+    if (Path(name) / RUN_FILE).is_file():
+        return open_trained(Path(name)).model
+    if find_ssm_folder(name) is None:
+        return None
+    float32 = jnp.dtype(jnp.float32)
+    return open_ssm(name, llm if isinstance(llm, Model) else open_model(llm, dtype=float32), dtype=float32)
 
 
 def save_hf_folder(folder: Path, model: Model, *, dtype: Any = "float32") -> None:

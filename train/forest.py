@@ -1,6 +1,6 @@
 """The best trees of several SSMs together, counted on the LLM's own answers.
 
-python -m train.forest out/boost/ssm-1 out/boost/ssm-2 --answers out/answers --nodes 32
+python -m train.forest out/boost/ssm-1 out/boost/ssm-2 --answers out/answers --held-out 0.03 --nodes 32
 
 Acceptance rates of every SSM alone do not tell what they get right in common. Here every token of an answer is the root
 of a step once: an SSM's tree holds the answer's next tokens as far as their ranks form a path in it, and the merged
@@ -11,18 +11,20 @@ steps commit one token more; so a set of SSMs and a single one are compared at e
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
+from specinfer_jax.assemble import open_model
 from specinfer_jax.compile_cache import enable_compile_cache
+from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import SpecInferError
 from specinfer_jax.tree.optimal import WIDE_NODES
 from specinfer_jax.tree.shape import TreeShape
 from train.answers import read_answers, split_answers
 from train.evaluate import answer_ranks
-from train.export import open_trained
+from train.export import open_finished
 from train.packing import BatchPlan
 
 MAX_DEPTH = 16
@@ -109,17 +111,24 @@ def grow_forest(ranks: Sequence[Ranks], *, max_nodes: int = WIDE_NODES) -> Fores
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare the first SSM, the first two, ... at equal nodes."""
     parser = argparse.ArgumentParser(prog="python -m train.forest", description="Best merged trees of several SSMs.")
-    parser.add_argument("runs", type=Path, nargs="+", metavar="FOLDER", help="of train.distill; the best single first")
+    parser.add_argument(
+        "ssms", nargs="+", metavar="SSM", help="folder of train.distill or train.pack, or one that ships; best first"
+    )
     parser.add_argument("--answers", nargs="+", required=True, metavar="PATH", help="files, or folders of train.data")
+    parser.add_argument(
+        "--held-out", type=float, default=1.0, help="share of the answers, as in the runs; default: all"
+    )
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="the LLM: name, folder or .gguf file")
     parser.add_argument("--nodes", type=int, nargs="+", default=[8, 16, WIDE_NODES], help="speculated nodes in all")
     options = parser.parse_args(arguments)
     enable_compile_cache()
     try:
-        opened = [open_trained(run) for run in options.runs]
-        held = split_answers(read_answers(options.answers), held_out=opened[0].settings.data.held_out)[1]
-        held = [answer for answer in held if answer.temperature == 0]
-        plan = BatchPlan(held, rows=ROWS, tokens=TOKENS)
-        ranks = [answer_ranks(run.model.params, run.model.config, plan) for run in opened]
+        llm = open_model(options.model, dtype=jnp.dtype(jnp.float32))
+        ssms = [open_finished(name, llm) or open_model(name, dtype=jnp.dtype(jnp.float32)) for name in options.ssms]
+        answers = read_answers(options.answers)
+        held = answers if options.held_out == 1 else split_answers(answers, held_out=options.held_out)[1]
+        plan = BatchPlan([answer for answer in held if answer.temperature == 0], rows=ROWS, tokens=TOKENS)
+        ranks = [answer_ranks(ssm.params, ssm.config, plan) for ssm in ssms]
     except SpecInferError as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

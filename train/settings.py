@@ -97,7 +97,8 @@ class InitSettings(Checked):
 
     source: str = FROM_LLM
     """"llm": some of the LLM's layers with its embedding and head; "scratch": random weights of `model`; else the
-    name, folder, .gguf file or hub id of a model with the LLM's vocabulary, or the folder of a run of train.distill."""
+    name, folder, .gguf file or hub id of a model with the LLM's vocabulary, or an SSM that is finished: the folder of
+    a run or of train.pack, or the name of one that ships."""
     layers: tuple[int, ...] = ()
     """Which layers of the source to keep, in this order; empty: all."""
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -209,8 +210,11 @@ class RunSettings(Checked):
 class BoostSettings(Checked):
     """The rounds of boost-tuning (SpecInfer, section 4)."""
 
+    first: str = ""
+    """An SSM that is finished (as for init.source) and stands for round 1, which then trains nothing. Give answers that
+    it was not trained on: what it knows by heart is not what it gets right in use. "": round 1 trains one."""
     rounds: int = 3
-    """SSMs that are tuned, each on what those before it miss."""
+    """SSMs that are tuned, each on what those before it miss; `first` counts."""
     match: str | int = CONTINUATION
     """When an SSM has got a sample: its whole "continuation" equals the LLM's, or its next so many tokens do."""
     weighting: str = "drop"
