@@ -1,6 +1,7 @@
 """An LLM in host memory: the same tokens, and the device holds the layers in flight alone."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 from decode_cases import LLAMA, OPT, PROMPTS, run_requests
 from mesh_cases import SSM, UNEVEN, mesh_engine, ssm
 
+from specinfer_jax.errors import ConfigError
 from specinfer_jax.models.config import ModelConfig
+from specinfer_jax.parallel import weights
 from specinfer_jax.parallel.offload import to_device
-from specinfer_jax.parallel.weights import DEVICE, HOST
+from specinfer_jax.parallel.weights import DEVICE, HOST, find_mesh
 from specinfer_jax.sampling_params import SamplingParams
 from specinfer_jax.serving.request import EngineRequest
 from specinfer_jax.speculation.state import StepProgram
@@ -34,6 +37,13 @@ def decoded(config: ModelConfig, data: int, model: int, memory: str):
     return run_requests(engine, requests)
 
 
+def one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An offloaded program has one row bucket, other rows are other sums: from here on all programs have one."""
+    buckets = StepProgram.buckets.fget
+    assert buckets is not None
+    monkeypatch.setattr(StepProgram, "buckets", property(lambda self: buckets(self)[-1:]))
+
+
 @pytest.mark.parametrize(
     ("config", "data", "model"),
     [
@@ -44,18 +54,27 @@ def decoded(config: ModelConfig, data: int, model: int, memory: str):
     ],
 )
 def test_offloaded_is_bit_equal(config: ModelConfig, data: int, model: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    want_ids = [result.ids for result in decoded(config, data, model, DEVICE)]
     got = decoded(config, data, model, HOST)
-    assert [result.ids for result in got] == want_ids
-    # An offloaded program has one row bucket; other rows are other sums. With that one alone every bit is the same.
-    buckets = StepProgram.buckets.fget
-    assert buckets is not None
-    monkeypatch.setattr(StepProgram, "buckets", property(lambda self: buckets(self)[-1:]))
+    one_bucket(monkeypatch)
     want = decoded(config, data, model, DEVICE)
     for one, other in zip(got, want, strict=True):
         assert one.ids == other.ids
         for x, y in zip(one.logprobs, other.logprobs, strict=True):
             assert np.array_equal(x.logprob_T, y.logprob_T)
+
+
+@pytest.mark.slow
+def test_offloaded_gives_the_tokens_of_a_program_with_more_buckets() -> None:
+    want = [result.ids for result in decoded(LLAMA, 1, 1, DEVICE)]
+    assert [result.ids for result in decoded(LLAMA, 1, 1, HOST)] == want
+
+
+def test_devices_without_host_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(platform="toy", addressable_memories=lambda: [SimpleNamespace(kind="device")])
+    mesh = SimpleNamespace(devices=np.array([device]))
+    monkeypatch.setattr(weights, "make_mesh", lambda data, model: mesh)  # case B089
+    with pytest.raises(ConfigError, match="offload='host' needs devices with pinned_host memory, which toy lacks here"):
+        find_mesh("data=1,model=1", "host")
 
 
 def test_copies_keep_values() -> None:
