@@ -34,8 +34,6 @@ class ReadyDevice(Device):
             self.logprobs_of_prompt(0, x_DT, 0)
         self.fetch(self.steps(1))
         if self.program.adaptive and self.program.speculators:
-            self._measure_chunk(probe)
-            self._probe(probe, narrowed(self.program, None))
             self._measure_costs(probe)
         self.hand_out([None] * self.num_slots)
 
@@ -69,19 +67,18 @@ class ReadyDevice(Device):
                 done.result()
 
     def _probe(self, request: EngineRequest, part: Narrowed) -> None:
-        """A request into the first slot and to its first step, whatever pages others hold."""
-        self._enter_probe(request, part)
-        for _ in range(0, len(request.prompt_ids) - 1, min(self._prefill)):
-            self.prefill(0, min(self._prefill))
-        jax.block_until_ready(self._state.committed_B)
-
-    def _enter_probe(self, request: EngineRequest, part: Narrowed) -> None:
+        """A request into the first slot and to its first step, whatever pages others hold; its first pass is timed."""
         self.hand_out([list(range(self._table_pages)), *[None] * (self.num_slots - 1)])
         arrays = readmission(
-            request, request.prompt_ids, 0, part,
-            max_model_len=self.max_model_len, vocab_size=self.program.vocab_size,
-        )  # fmt: skip
+            request, request.prompt_ids, 0, part, max_model_len=self.max_model_len, vocab_size=self.program.vocab_size
+        )
         self.enter(0, arrays)
+        for chunk in self._prefill:
+            jax.block_until_ready(self._state.committed_B)
+            began = time.perf_counter()
+            jax.block_until_ready(self.prefill(0, chunk))
+            if chunk == max(self._prefill) < len(request.prompt_ids):
+                self._chunk_seconds = min(self._chunk_seconds, time.perf_counter() - began)
         jax.block_until_ready(self._state.committed_B)
 
     def _measure_costs(self, probe: EngineRequest, repeats: int = 3) -> None:
@@ -132,14 +129,3 @@ class ReadyDevice(Device):
         finally:
             self._costs = measured
         self._costs = step_costs(verify, draft)
-
-    def _measure_chunk(self, probe: EngineRequest) -> None:
-        """Seconds of the largest prefill pass."""
-        largest = max(self._prefill)
-        found: list[float] = []
-        for _ in range(2):
-            self._enter_probe(probe, narrowed(self.program, None))
-            began = time.perf_counter()
-            jax.block_until_ready(self.prefill(0, largest))
-            found.append(time.perf_counter() - began)
-        self._chunk_seconds = min(found)
