@@ -24,9 +24,11 @@ CONFIGS = {
     "opt": OPT,
     "uneven": UNEVEN,
     "odd heads": dataclasses.replace(LLAMA, num_heads=6, num_kv_heads=3, vocab_size=61),
+    "opt, odd heads": dataclasses.replace(OPT, num_heads=6, num_kv_heads=6),
 }
 SPLITS = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2), (8, 1)]
-QUICK = {("uneven", 1, 8), ("opt", 2, 4), ("odd heads", 4, 2)}
+QUICK = {("uneven", 1, 8), ("opt, odd heads", 2, 4)}
+"""KV heads repeated and a vocabulary padded; and attention whole on every device, in two groups of slots."""
 CASES = [
     pytest.param(name, *split, marks=() if (name, *split) in QUICK else pytest.mark.slow)
     for name in CONFIGS
