@@ -224,18 +224,32 @@ def vocabulary_logits(
 def init_params(config: ModelConfig, key: Array, *, dtype: DTypeLike = jnp.float32) -> Params:
     """Random parameters of a model that is not loaded from a file (tests, training from scratch)."""
     keys = jax.random.split(key, config.num_layers + 2)
-    width, embed_width = config.width, config.embed_width or config.width
-    zero_11, x_D1 = jnp.zeros((1, 1), jnp.int32), jnp.zeros((width, 1), dtype)
-    params = {"embed": Embed(config).init(keys[0], zero_11[0], zero_11[0], dtype)["params"]}
+    layers = {f"layers_{l}": _init_layer(keys[l + 1], config, dtype) for l in range(config.num_layers)}
+    return {"embed": _init_embed(keys[0], config, dtype), **layers, "head": _init_head(keys[-1], config, dtype)}
+
+
+# Flax runs a module to initialise it. Under jit the compiler sees that nobody wants what it computes.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _init_embed(key: Array, config: ModelConfig, dtype: DTypeLike) -> Params:
+    zero_1 = jnp.zeros((1,), jnp.int32)
+    return Embed(config).init(key, zero_1, zero_1, dtype)["params"]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _init_layer(key: Array, config: ModelConfig, dtype: DTypeLike) -> Params:
+    zero_11, x_D1 = jnp.zeros((1, 1), jnp.int32), jnp.zeros((config.width, 1), dtype)
     pages = jnp.zeros((config.num_kv_heads, 1, 1, config.head_size), dtype)
     angles = rope_angles(config, zero_11[0], zero_11[0] + 1)
-    for l in range(config.num_layers):
-        params[f"layers_{l}"] = DecoderLayer(config, "xla").init(
-            keys[l + 1], x_D1, angles, None, pages, pages, zero_11, zero_11[0], jnp.ones((1, 1, 1), jnp.uint32)
-        )["params"]
-    embedding = jnp.zeros((config.vocab_size, embed_width), dtype)
-    params["head"] = Head(config).init(keys[-1], x_D1, embedding).get("params", {})
-    return params
+    return DecoderLayer(config, "xla").init(
+        key, x_D1, angles, None, pages, pages, zero_11, zero_11[0], jnp.ones((1, 1, 1), jnp.uint32)
+    )["params"]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _init_head(key: Array, config: ModelConfig, dtype: DTypeLike) -> Params:
+    embedding = jnp.zeros((config.vocab_size, config.embed_width or config.width), dtype)
+    variables: dict[str, Params] = dict(Head(config).init(key, jnp.zeros((config.width, 1), dtype), embedding))
+    return variables.get("params", {})
 
 
 def param_shapes(config: ModelConfig, *, dtype: DTypeLike = jnp.float32) -> Params:
