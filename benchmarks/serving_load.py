@@ -111,6 +111,8 @@ def run_load(engine: Engine, load: Load) -> dict[str, Any]:
         "tokens_per_second": sum(s.tokens for s in seen) / duration,
         "requests_per_second": len(seen) / duration,
         "tokens_per_step": stats.tokens_per_step,
+        "steps_by_rows": stats.steps_by_rows,
+        "seconds_by_rows": dict(zip(engine.program.buckets, engine.costs.verify_J.tolist(), strict=True)),
         "cached_tokens": stats.cached_tokens,
         "time_to_first_token": percentiles([s.first - s.arrived for s in seen]),
         "time_per_output_token": percentiles(per_token),

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_model
 from fake_engine import STATS
@@ -32,6 +33,8 @@ class Turns:
     """An engine without a model: in every iteration each of two slots gets a token."""
 
     manager = SimpleNamespace(preemptions=0)
+    program = SimpleNamespace(buckets=(1,))
+    costs = SimpleNamespace(verify_J=np.ones(1))
 
     def serve(self, inbox: Inbox) -> Iterator[Progress]:
         waiting: list[tuple[int, EngineRequest]] = []

@@ -34,6 +34,7 @@ class ReadyDevice(Device):
             self.logprobs_of_prompt(0, x_DT, 0)
         self.fetch(self.steps(1))
         if self.program.adaptive and self.program.speculators:
+            self._probe(probe, narrowed(self.program, None))  # the first passes of a process are slow
             self._measure_costs(probe)
         self.hand_out([None] * self.num_slots)
 
