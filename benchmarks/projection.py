@@ -9,16 +9,14 @@ decoding is a pass over one row. Tokens per step are given, what a pass takes fo
     speed-up = tokens per step * LLM(1 row) / (LLM(rows of the tree) + sum over the SSM's passes of SSM(its rows))
 
 Chips: a pass reads its weights once and multiplies every row with them, whichever takes longer, and then exchanges what
-`benchmarks.scale` counted. The machine at hand: a pass takes what products of its rows with such matrices take, which
-is timed here without any model.
+`benchmarks.scale` counted. The machine at hand: single passes are timed, and how a step is made up of them is checked.
 """
 
 import argparse
 import dataclasses
 import json
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,10 +27,11 @@ from benchmarks.machine import describe_machine
 from benchmarks.paper_models import PAPER_MODELS
 from benchmarks.roofline import PEAKS
 from benchmarks.scale import PAPER_TREE, SLOTS, Row, read_rows
+from specinfer_jax.assemble import PAGE_SIZE
 from specinfer_jax.config import DEFAULT_MODEL, Speculation
 from specinfer_jax.models.config import ModelConfig
-from specinfer_jax.models.layers import matmul_precision
-from specinfer_jax.models.transformer import param_shapes
+from specinfer_jax.models.transformer import Params, param_shapes
+from specinfer_jax.speculation.pass_costs import pass_seconds
 from specinfer_jax.tree.expand import parse_expansion
 from specinfer_jax.tree.shape import TreeShape
 
@@ -180,53 +179,29 @@ def print_projections(rows: Sequence[Row]) -> None:
             )
 
 
-class Products:
-    """Times products of activations with matrices of a model's shapes on the machine at hand; no model runs."""
+class PassTimes:
+    """Seconds of one model's passes on the machine at hand, each timed alone, with no step of decoding around it."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        keys = iter(jax.random.split(jax.random.key(0), 10_000))
-        shapes = param_shapes(config)
-        layers = [shapes[f"layers_{l}"] for l in range(config.num_layers)]
+    def __init__(self, config: ModelConfig, params: Params, *, num_slots: int) -> None:
+        self._config, self._params, self._num_slots = config, params, num_slots
+        self._known: dict[int, float] = {}
 
-        def random(leaf: Any) -> jax.Array:
-            return jax.random.normal(next(keys), leaf.shape, leaf.dtype)
-
-        self._layers = [random(leaf) for leaf in jax.tree.leaves(layers) if leaf.ndim == 2]
-        width = config.embed_width or config.width
-        self._head = [jax.random.normal(next(keys), (config.output_vocab_size or config.vocab_size, width))]
-        self._known: dict[tuple[str, int], float] = {}
-
-    def seconds(self, layer_rows: int, head_rows: int) -> float:
-        """All layers' products and the head's, each matrix from memory once."""
-        return self._timed("layers", self._layers, layer_rows) + self._timed("head", self._head, head_rows)
-
-    def _timed(self, name: str, matrices: list[jax.Array], rows: int) -> float:
-        if (name, rows) not in self._known:
-
-            def run(matrices: list[jax.Array], x_by_width: dict[int, jax.Array]) -> list[jax.Array]:
-                precision = matmul_precision(jnp.float32)
-                return [jnp.matmul(m, x_by_width[m.shape[1]], precision=precision) for m in matrices]
-
-            x_by_width = {m.shape[1]: jnp.ones((m.shape[1], rows)) for m in matrices}
-            self._known[name, rows] = _median_seconds(jax.jit(run), matrices, x_by_width)
-        return self._known[name, rows]
+    def seconds(self, rows: int) -> float:
+        """Of a pass with its head; the least of a few."""
+        if rows not in self._known:
+            with tempfile.TemporaryDirectory() as folder:  # nothing from earlier runs
+                found = pass_seconds(
+                    self._config, self._params, [rows], num_slots=self._num_slots, page_size=PAGE_SIZE,
+                    dtype=jnp.float32, folder=Path(folder),
+                )  # fmt: skip
+            self._known[rows] = found[rows]
+        return self._known[rows]
 
 
-def _median_seconds(run: Callable[..., Any], *arguments: Any, repeats: int = 15) -> float:
-    jax.block_until_ready(run(*arguments))
-    found = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        jax.block_until_ready(run(*arguments))
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
-
-
-def predicted_speedup(llm: Products, ssm: Products, expansion: TreeShape, tokens_per_step: float) -> float:
-    """By the same formula, with this machine's products for passes."""
-    rows = 1 + expansion.num_nodes
-    draft = sum(ssm.seconds(*passed) for passed in draft_passes(expansion))
-    return tokens_per_step * llm.seconds(1, 1) / (llm.seconds(rows, rows) + draft)
+def predicted_speedup(llm: PassTimes, ssm: PassTimes, expansion: TreeShape, tokens_per_step: float) -> float:
+    """By the same formula, with passes as timed here."""
+    draft = sum(ssm.seconds(rows) for rows, _ in draft_passes(expansion))
+    return tokens_per_step * llm.seconds(1) / (llm.seconds(1 + expansion.num_nodes) + draft)
 
 
 def check(prompts: Path | None, *, limit: int, max_tokens: int, trees: Sequence[str]) -> list[dict[str, Any]]:
@@ -240,19 +215,23 @@ def check(prompts: Path | None, *, limit: int, max_tokens: int, trees: Sequence[
     enable_compile_cache()
     entries = list(DEFAULT_PROMPTS[:limit]) if prompts is None else read_prompts(prompts, limit=limit)
     model = open_model(DEFAULT_MODEL, dtype=choose_dtype("float32"))
-    found, products = [], None
+    found, passes = [], None
     for tree in trees:
         speculation = Speculation(tree=tree, ngram=False, adaptive=False)
-        if products is None:
-            ssm = LLM(model, speculation=speculation, max_model_len=512).engine.program.speculators[0].cached_model
+        if passes is None:
+            engine = LLM(model, speculation=speculation, max_model_len=512).engine
+            ssm = engine.program.speculators[0].cached_model
             assert ssm is not None, "an SSM ships for the default model"
-            products = Products(model.config), Products(ssm.config)
+            passes = (
+                PassTimes(engine.program.llm, engine.params.llm, num_slots=engine.num_slots),
+                PassTimes(ssm.config, engine.params.speculators[0], num_slots=engine.num_slots),
+            )
         result = run_bench(
             model, entries, speculation=speculation, max_tokens=max_tokens, repeats=1, max_chain_depth=1,
             max_model_len=512,
         )  # fmt: skip
         measured = next(row for row in result.rows if row.mode == "tree")
-        predicted = predicted_speedup(*products, parse_expansion(tree), measured.tokens_per_step)
+        predicted = predicted_speedup(*passes, parse_expansion(tree), measured.tokens_per_step)
         found.append(
             {
                 "tree": tree, "tokens_per_step": measured.tokens_per_step, "measured": measured.speedup,
@@ -270,7 +249,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print what was asked for; with `--check` ends with an error where a prediction is off by more than a fifth."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.projection", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=Path, help="what `python -m benchmarks.scale --json` wrote")
-    parser.add_argument("--check", action="store_true", help="compare with decoding on this machine")
+    parser.add_argument(
+        "--check", action="store_true", help="compare a step made up of timed passes with decoding here"
+    )
     parser.add_argument("--prompts", type=Path, help="for the comparison; default: a few of the project's own")
     parser.add_argument("--limit", type=int, default=8, help="first prompts of the file")
     parser.add_argument("--max-tokens", type=int, default=64)

@@ -4,12 +4,13 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import pytest
 from test_scale import ROW
 
 from benchmarks import projection
-from benchmarks.projection import Products, chip_seconds, draft_passes, predicted_speedup, project, weights_of
-from specinfer_jax.models.transformer import param_shapes
+from benchmarks.projection import PassTimes, chip_seconds, draft_passes, predicted_speedup, project, weights_of
+from specinfer_jax.models.transformer import init_params
 from specinfer_jax.tree.expand import parse_expansion
 
 CHIP = projection.Chip(1e9, 1e12, 1e8, 1e7)
@@ -45,22 +46,13 @@ def test_the_speedup_is_tokens_times_passes() -> None:
     assert project(SHARED, 64).speedup(3.0) < found.speedup(3.0), "with many slots rows cost arithmetic"
 
 
-def test_products_stand_for_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_made_up_of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     config = projection.PAPER_MODELS["tiny"]
-    products = Products(config)
-    assert sum(m.size for m in products._layers) == sum(
-        leaf.size for part in param_shapes(config)["layers_0"].values() for leaf in _matrices(part)
-    )
-    assert products.seconds(1, 1) > 0
-    monkeypatch.setattr(Products, "seconds", lambda self, layer_rows, head_rows: 1.0 + layer_rows + head_rows)
-    # (1 + 1 + 1) against the LLM's (1 + 4 + 4) and the SSM's (1 + 5 + 1), (1 + 1 + 1), (1 + 1 + 1).
-    assert predicted_speedup(products, products, parse_expansion("1,1,1"), 2.0) == pytest.approx(
-        2 * 3 / (9 + 7 + 3 + 3)
-    )
-
-
-def _matrices(part):
-    return [leaf for module in part.values() if isinstance(module, dict) for leaf in module.values() if leaf.ndim == 2]
+    passes = PassTimes(config, init_params(config, jax.random.key(0)), num_slots=1)
+    assert passes.seconds(2) > 0
+    monkeypatch.setattr(PassTimes, "seconds", lambda self, rows: 1.0 + rows)
+    # 1 + 1 against the LLM's 1 + 4 and the SSM's 1 + 5, 1 + 1, 1 + 1.
+    assert predicted_speedup(passes, passes, parse_expansion("1,1,1"), 2.0) == pytest.approx(2 * 2 / (5 + 6 + 2 + 2))
 
 
 def test_the_table_has_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
