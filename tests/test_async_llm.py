@@ -6,6 +6,7 @@ from collections.abc import Coroutine, Iterator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny_model
 
@@ -22,6 +23,7 @@ from specinfer_jax.serving.async_protocol import (
     RequestSpeculation,
     RequestTimeoutError,
 )
+from specinfer_jax.serving.device import step_costs
 
 PROMPTS = [[5, 9, 17], [30], [8, 8, 8, 8, 40, 41], [60, 12]]
 
@@ -78,8 +80,11 @@ def test_side_by_side_equals_alone(llm: AsyncLLM) -> None:
     assert sum(snapshot.step_seconds.counts) == snapshot.steps > 0
 
 
-def test_counters_equal_a_recount(llm: AsyncLLM) -> None:
+def test_counters_equal_a_recount(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     # case B083: with trees and without, one that ends in the midst of what a step commits
+    engine = llm._llm.engine
+    trees_pay = step_costs(np.linspace(1.0, 1.01, len(engine.program.buckets)), [0.0])
+    monkeypatch.setattr(engine, "_costs", trees_pay)
     plan = [
         ([8, 8, 8, 8, 40, 41], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), None),
         ([3, 4] * 6, SamplingParams(temperature=0, max_tokens=23, ignore_eos=True), None),
