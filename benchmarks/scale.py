@@ -10,7 +10,7 @@ a mesh just large enough. Needs `libtpu` beside jax (`.ci/compile-targets` makes
 and sums over devices are what the compiler reports for one device.
 
 With `--depths` the LLM is compiled with so few layers (and an SSM of more than two with one and two), and what a layer
-adds is multiplied: all layers are equal, so every figure is linear in depth (docs/scale.md compares with full depth).
+adds is multiplied: all layers are equal, so every figure should be linear in depth.
 """
 
 import argparse
