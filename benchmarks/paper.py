@@ -132,14 +132,20 @@ def open_ssms(options: argparse.Namespace, model: Model) -> list[Model]:
     return [open_ssm(name, model, dtype=jnp.dtype(jnp.float32)) for name in options.ssm]
 
 
+def read_sets(folder: Path, names: Sequence[str], *, limit: int, by_category: bool) -> dict[str, list[str]]:
+    """Prompts by set, or by set and category, so many of each."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        for entry in read_prompts(folder / f"{name}.jsonl"):
+            group = found.setdefault(f"{name}: {entry.category}" if by_category else name, [])
+            if len(group) < limit:
+                group.append(entry.prompt)
+    return found
+
+
 def measure(options: argparse.Namespace, model: Model, ssms: Sequence[Model]) -> dict[str, Any]:
     """All tables asked for, printed as they come; their entries by table."""
-    texts: dict[str, list[str]] = {}
-    for name in options.sets:
-        for entry in read_prompts(options.data / f"{name}.jsonl"):
-            group = texts.setdefault(f"{name}: {entry.category}" if options.by_category else name, [])
-            if len(group) < options.limit:
-                group.append(entry.prompt)
+    texts = read_sets(options.data, options.sets, limit=options.limit, by_category=options.by_category)
     prompt_sets = {name: encode_prompts(model.tokenizer, group) for name, group in texts.items()}
     sizes = {name: getattr(options, name) for name in ("max_tokens", "max_num_seqs", "max_model_len")}
     limits = {name: getattr(options, name) for name in ("decode_limit", "stochastic_limit")}

@@ -53,6 +53,14 @@ def test_rules_are_the_papers() -> None:
     assert {parse_expansion(rule.tree).num_nodes * rule.ssms for rule in counts} == {12}
 
 
+def test_prompts_by_set_and_by_category(tmp_path: Path) -> None:
+    lines = [f'{{"prompt": "{text}", "category": "{text[0]}"}}' for text in ("a1", "b1", "a2", "a3")]
+    (tmp_path / "mixed.jsonl").write_text("\n".join(lines))
+    assert paper.read_sets(tmp_path, ["mixed"], limit=3, by_category=False) == {"mixed": ["a1", "b1", "a2"]}
+    by_category = paper.read_sets(tmp_path, ["mixed"], limit=2, by_category=True)
+    assert by_category == {"mixed: a": ["a1", "a2"], "mixed: b": ["b1"]}
+
+
 def test_a_pool_weighs_by_steps() -> None:
     cells = [cell("r", "a", [stats(30, 10), stats(10, 10)]), cell("r", "b", [stats(8, 2)])]
     assert [c.value for c in cells] == [2.0, 4.0]
