@@ -187,8 +187,8 @@ def test_logprobs_and_stop_rules_of_the_host_hold_in_plain_steps(
     clock = Clock(engine, monkeypatch, plain=1.0, trees=9.0)
     prompt = list(PROMPTS[0])
     own = [
-        EngineRequest(prompt, 30, frozenset(), SamplingParams(temperature=0, logprobs=2)),
         EngineRequest(prompt, 30, frozenset(), watch=lambda new: 0 if seen(new) else None),
+        EngineRequest(prompt, 30, frozenset(), SamplingParams(temperature=0, logprobs=2)),
     ]
     history: list[int] = []
 
@@ -196,8 +196,8 @@ def test_logprobs_and_stop_rules_of_the_host_hold_in_plain_steps(
         history.extend(new)
         return len(history) > 20
 
-    [with_logprobs, watched] = run_requests(engine, own)
-    [alone] = run_requests(make_engine(), [own[0]])
+    [watched, with_logprobs] = run_requests(engine, own)
+    [alone] = run_requests(make_engine(), [own[1]])
     assert clock.asked["plain_steps"] > 10
     assert with_logprobs.ids == alone.ids
     found, wanted = (
