@@ -1,6 +1,7 @@
 """AsyncLLM: requests side by side equal requests alone; priorities, cancels, time-outs, faults, the end."""
 
 import asyncio
+import functools
 import time
 from collections.abc import Coroutine, Iterator
 from typing import Any
@@ -85,6 +86,7 @@ def test_counters_equal_a_recount(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
     engine = llm._llm.engine
     trees_pay = step_costs(np.linspace(1.0, 1.01, len(engine.program.buckets)), [0.0])
     monkeypatch.setattr(engine, "_costs", trees_pay)
+    monkeypatch.setattr(engine, "_choice", None)  # no plain steps in between
     plan = [
         ([8, 8, 8, 8, 40, 41], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True), None),
         ([3, 4] * 6, SamplingParams(temperature=0, max_tokens=23, ignore_eos=True), None),
@@ -168,15 +170,16 @@ def test_lower_priorities_go_first(llm: AsyncLLM) -> None:
 
 
 def test_a_fault_fails_what_it_hits_and_the_engine_goes_on(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, calls = llm._llm.engine._burst, []
+    calls = []
 
-    def fails_once(*arguments: Any) -> Any:
+    def fails_once(compiled: Any, *arguments: Any) -> Any:
         calls.append(None)
         if len(calls) == 2:
             raise RuntimeError("device lost")
         return compiled(*arguments)
 
-    monkeypatch.setattr(llm._llm.engine, "_burst", fails_once)
+    for name in ("_burst", "_plain_burst"):
+        monkeypatch.setattr(llm._llm.engine, name, functools.partial(fails_once, getattr(llm._llm.engine, name)))
 
     async def last_piece() -> Any:
         pieces = llm.generate([5, 9], SamplingParams(temperature=0, max_tokens=50, ignore_eos=True), request_id="f")

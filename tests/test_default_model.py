@@ -34,8 +34,9 @@ def test_ids_are_transformers_with_trees_and_without_and_nothing_compiles(
     # cases B025, B045
     for speculation in (Speculation.off(), Speculation()):
         llm = LLM(model, speculation=speculation, max_model_len=256)
-        # What was measured on a busy machine must not decide how many nodes are proposed here.
+        # What was measured on a busy machine must not decide how many nodes are proposed here, and when.
         J, M = llm.engine.costs.verify_J.shape[0], llm.engine.costs.draft_M.shape[0]
+        llm.engine._choice = None
         llm.engine._costs = StepCosts(jnp.linspace(1.0, 2.0, J, dtype=jnp.float32), jnp.zeros(M, jnp.float32))
         with jax.log_compiles(), caplog.at_level("WARNING"):
             outputs = llm.generate(PROMPTS, PARAMS)

@@ -12,7 +12,7 @@ from source_tree import PACKAGES, ROOT, imports, loaded_with, modules, parsed
 TIERS = (
     (
         "errors", "notation", "config", "metrics", "outputs", "prompts", "serving.request_manager", "serving.schedule",
-        "serving.pages", "serving.request_speculation", "models.config",
+        "serving.pages", "serving.request_speculation", "serving.plain_steps", "models.config",
         "ssms", "speculation.rules", "sampling_params",
     ),
     ("pallas_kernels", "tree", "parallel.sharding", "parallel.weights"),
@@ -30,7 +30,7 @@ TIERS = (
 )  # fmt: skip
 FREE_OF_JAX = (
     "config", "errors", "metrics", "outputs", "prompts", "serving.request_manager", "serving.schedule", "serving.pages",
-    "serving.request_speculation", "cli",
+    "serving.request_speculation", "serving.plain_steps", "cli",
 )  # fmt: skip
 FACADE = "specinfer_jax"
 """Hands out LLM and Model when they are asked for, so it alone reaches upwards, inside a function."""

@@ -16,6 +16,7 @@ from specinfer_jax.parallel.multihost import cluster
 from specinfer_jax.parallel.placement import Kind, MeshPrograms
 from specinfer_jax.speculation.decode import burst
 from specinfer_jax.speculation.gate import StepCosts
+from specinfer_jax.speculation.plain import can_step_plainly, plain_burst
 from specinfer_jax.speculation.sampling import ChosenLogprobs, SamplingState
 from specinfer_jax.speculation.slots import Admission, admit, init_state, place, prefill_chunk, prompt_logprobs
 from specinfer_jax.speculation.state import DecodeParams, DecodeState, LastStep, StepProgram, StepStats
@@ -62,6 +63,15 @@ class Device:
         self._burst = self._jit(
             functools.partial(_burst_and_report, program=program), "whole", "state", "whole", "whole",
             outputs=("state", "slots"),
+        )  # fmt: skip
+        # One slot never needs it; several processes would have to agree on when.
+        self._plain_burst = (
+            self._jit(
+                functools.partial(_plain_burst_and_report, program=program), "whole", "state", "whole",
+                outputs=("state", "slots"),
+            )
+            if num_slots > 1 and mesh is None and can_step_plainly(program)
+            else None
         )  # fmt: skip
         self._admit = self._jit(functools.partial(admit, program=program), "state", "slot", "whole")
         self._place = self._jit(place, "state", "slots", "slots")
@@ -172,6 +182,17 @@ class Device:
         self._state, report = self._burst(self.params, self._state, costs, np.int32(most))
         return report
 
+    @property
+    def has_plain_steps(self) -> bool:
+        """There is a second program that takes steps without speculation."""
+        return self._plain_burst is not None
+
+    def plain_steps(self, most: int) -> Report:
+        """`steps` of the second program."""
+        assert self._plain_burst is not None
+        self._state, report = self._plain_burst(self.params, self._state, np.int32(most))
+        return report
+
     def _brief_costs(self) -> StepCosts:
         """Costs that keep the gate from passes that are not brief."""
         verify_J = np.array(self._costs.verify_J)
@@ -191,4 +212,15 @@ def _burst_and_report(
     params: DecodeParams, state: DecodeState, costs: StepCosts, num_steps: Int[Array, ""], *, program: StepProgram
 ) -> tuple[DecodeState, Report]:
     state = burst(params, state, costs, num_steps, program=program)
-    return state, Report(state.token_BS, state.committed_B, state.finish_B, state.stats, state.last)
+    return state, _report(state)
+
+
+def _plain_burst_and_report(
+    params: DecodeParams, state: DecodeState, num_steps: Int[Array, ""], *, program: StepProgram
+) -> tuple[DecodeState, Report]:
+    state = plain_burst(params, state, num_steps, program=program)
+    return state, _report(state)
+
+
+def _report(state: DecodeState) -> Report:
+    return Report(state.token_BS, state.committed_B, state.finish_B, state.stats, state.last)

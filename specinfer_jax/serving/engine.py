@@ -8,7 +8,8 @@ device works on a step the host deals with the one before.
 
 import dataclasses
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from specinfer_jax.errors import SamplingError
 from specinfer_jax.parallel.sharding import DATA
 from specinfer_jax.serving.device import UNTIL_FINISHED, Report
 from specinfer_jax.serving.inbox import AllAtOnce, Inbox
+from specinfer_jax.serving.plain_steps import PlainSteps
 from specinfer_jax.serving.progress import Running, failure
 from specinfer_jax.serving.request import EngineRequest, Progress, check_request, readmission, token_limit
 from specinfer_jax.serving.request_manager import RequestManager
@@ -49,6 +51,12 @@ class _Flight(NamedTuple):
     steps: int
     slots: list[tuple[int, Running, int]]
     """(slot, request, its visit) of all that decoded."""
+    is_plain: bool
+    """By the program without speculation."""
+    began: float
+    """When the device was told, by the engine's clock."""
+    is_alone: bool
+    """No prefill pass has to end before it begins."""
 
 
 class Engine(ReadyDevice):
@@ -94,6 +102,10 @@ class Engine(ReadyDevice):
         self._depends_on_length = any(
             config.rope is not None and config.rope.rope_type == "dynamic" for config in models
         )
+        self.clock: Callable[[], float] = time.perf_counter
+        """Seconds; what bursts are timed with."""
+        self._choice = PlainSteps() if self.has_plain_steps else None
+        self._collected_at = 0.0
         self._open: dict[int, Running] = {}
         self._handed_out: list[list[int] | None] | None = None
 
@@ -181,9 +193,10 @@ class Engine(ReadyDevice):
             try:
                 for index in self.manager.secure(passes=pace.prefill_passes):
                     self._open[index].put_back()
-                had_to_wait = self._prefill_some(pace, progress)
-                # They wait for the passes and a step: the step is kept short then.
-                launched = self._launch(pace, is_brief=had_to_wait and pace.prefill_passes is not None)
+                is_awaited = bool(self.manager.decoding())
+                has_passed = self._prefill_some(pace, progress) and pace.prefill_passes is not None
+                # Those who decode wait for the passes and a step: the step is kept short then.
+                launched = self._launch(pace, is_brief=is_awaited and has_passed, is_alone=not has_passed)
                 if flight is not None:
                     self._collect(flight, progress)
                 flight = launched
@@ -236,8 +249,8 @@ class Engine(ReadyDevice):
             self._handed_out = tables
 
     def _prefill_some(self, pace: _Pace, progress: list[Progress]) -> bool:
-        """Admissions and chunks; whether those who decode had to wait for a pass."""
-        is_awaited, has_passed = bool(self.manager.decoding()), False
+        """Admissions and chunks; whether there was a pass."""
+        has_passed = False
         while work := self.manager.next_prefill():
             running = self._open[work.index]
             if work.is_new:
@@ -258,7 +271,7 @@ class Engine(ReadyDevice):
                 if pace.prefill_passes is None:
                     jax.block_until_ready(self._state.committed_B)  # so that the clock tells what a prompt takes
                 running.begin_decoding()
-        return is_awaited and has_passed
+        return has_passed
 
     def _arrays(self, running: Running, work: Prefill) -> Admission:
         entry = self.manager.slots[work.slot]
@@ -274,28 +287,46 @@ class Engine(ReadyDevice):
             of_chunk = self.logprobs_of_prompt(work.slot, x_DT, work.start)
             running.add_prompt_logprobs(of_chunk, work.count)
 
-    def _launch(self, pace: _Pace, *, is_brief: bool) -> _Flight | None:
+    def _launch(self, pace: _Pace, *, is_brief: bool, is_alone: bool) -> _Flight | None:
         """Steps of all slots that decode, on their way; None: nobody decodes."""
         slots = [(entry.slot, self._open[entry.index]) for entry in self.manager.decoding() if entry.slot is not None]
         is_seen = any(running.is_seen_step_by_step for _, running in slots)
-        steps = self.manager.start_steps(1 if is_seen else pace.steps)
+        most, is_plain = pace.steps, False
+        if self._choice is not None:
+            most = min(most, self._choice.steps_left)
+            is_plain = self._choice.is_plain or not any(running.wants_trees for _, running in slots)
+        steps = self.manager.start_steps(1 if is_seen else most)
         if not steps:
             return None
         self._hand_out()
-        return _Flight(
-            self.steps(steps, is_brief=is_brief), steps, [(slot, running, running.visit) for slot, running in slots]
-        )
+        began = self.clock()
+        report = self.plain_steps(steps) if is_plain else self.steps(steps, is_brief=is_brief)
+        visits = [(slot, running, running.visit) for slot, running in slots]
+        return _Flight(report, steps, visits, is_plain, began, is_alone)
 
     def _collect(self, flight: _Flight, progress: list[Progress]) -> None:
         """Progress of every slot that decoded; finished requests leave."""
         needs_last = any(running.is_seen_step_by_step for _, running, _ in flight.slots)
         report: Report = self.fetch(flight.report if needs_last else flight.report._replace(last=None))
         self.manager.collected(flight.steps)
+        now = self.clock()
+        seconds = now - max(flight.began, self._collected_at)  # the burst before may have gone on for a while
+        self._collected_at = now
+        steps_taken: list[int] = []
+        tokens = 0
         for slot, running, visit in flight.slots:
             if self._open.get(running.index) is not running or running.visit != visit:
                 continue  # finished, cancelled or put back since
+            before = running.steps_taken
             part = running.advance(report, slot, self.program)
+            steps_taken.append(running.steps_taken - before)
+            tokens += len(part.new_token_ids)
             self.manager.advance(running.index, part.new_token_ids)
             if part.finish_reason is not None:
                 self._end(running.index)
             progress.append(part)
+        if self._choice is not None and any(steps_taken):
+            self._choice.seen(
+                is_plain=flight.is_plain, steps=max(steps_taken), slot_steps=sum(steps_taken), tokens=tokens,
+                seconds=seconds if flight.is_alone else None,
+            )  # fmt: skip

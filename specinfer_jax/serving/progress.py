@@ -47,6 +47,16 @@ class Running:
         return self.is_watched or self.request.sampling.logprobs is not None
 
     @property
+    def wants_trees(self) -> bool:
+        """It is not decoded incrementally by its own wish."""
+        return self.request.speculation is None or self.request.speculation.enabled
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps of this visit, as last seen."""
+        return 0 if self._counters is None else int(self._counters.steps_BJ.sum())
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """They are asked for, and not handed out yet."""
         return self.request.sampling.prompt_logprobs is not None and not self._emitted

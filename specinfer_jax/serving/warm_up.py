@@ -33,6 +33,9 @@ class ReadyDevice(Device):
             x_DT = self.prefill(0, chunk)
             self.logprobs_of_prompt(0, x_DT, 0)
         self.fetch(self.steps(1))
+        if self.has_plain_steps:
+            self._probe(probe, narrowed(self.program, None))
+            self.fetch(self.plain_steps(1))
         if self.program.adaptive and self.program.speculators:
             self._probe(probe, narrowed(self.program, None))  # the first passes of a process are slow
             self._measure_costs(probe)
@@ -44,6 +47,7 @@ class ReadyDevice(Device):
         Tracing holds Python's lock, compiling and loading do not.
         """
         state, slot, vocab_size = self._state, np.int32(0), self.program.vocab_size
+        plain = self._plain_burst
         part = narrowed(self.program, None)
         arrays = readmission(
             request, request.prompt_ids, 0, part, max_model_len=self.max_model_len, vocab_size=vocab_size
@@ -59,6 +63,7 @@ class ReadyDevice(Device):
 
         jobs: list[Callable[[], object]] = [
             lambda: self._burst.lower(self.params, state, self._costs, np.int32(1)).compile(),  # the longest first
+            *([] if plain is None else [lambda: plain.lower(self.params, state, np.int32(1)).compile()]),
             *(functools.partial(load_chunk, prefill) for prefill in self._prefill.values()),
             lambda: self._admit.lower(state, slot, arrays).compile(),
             lambda: self._place.lower(state, table, np.zeros(self.num_slots, bool)).compile(),
