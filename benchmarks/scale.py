@@ -10,7 +10,8 @@ a mesh just large enough. Needs `libtpu` beside jax (`.ci/compile-targets` makes
 and sums over devices are what the compiler reports for one device.
 
 With `--depths` the LLM is compiled with so few layers (and an SSM of more than two with one and two), and what a layer
-adds is multiplied: all layers are equal, so every figure should be linear in depth.
+adds is multiplied: all layers are equal, so every figure should be linear in depth. Temporaries are a peak, and never
+taken for less than they were at one of the depths.
 """
 
 import argparse
@@ -286,8 +287,9 @@ def extended(rows: Sequence[Row], layers: int, ssm_layers: int) -> Row:
                 for kind, count in found.collectives.items()
             },
         )
+    temporary_bytes = max(found.temporary_bytes, *(row.temporary_bytes for row in rows))
     return dataclasses.replace(
-        found, layers=layers, ssm_layers=ssm_layers, compiled=tuple(pair for row in rows for pair in row.compiled),
+        found, layers=layers, ssm_layers=ssm_layers, temporary_bytes=temporary_bytes, compiled=tuple(pair for row in rows for pair in row.compiled),
         seconds=sum(row.seconds for row in rows),
     )  # fmt: skip
 
