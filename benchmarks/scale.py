@@ -289,8 +289,8 @@ def extended(rows: Sequence[Row], layers: int, ssm_layers: int) -> Row:
         )
     temporary_bytes = max(found.temporary_bytes, *(row.temporary_bytes for row in rows))
     return dataclasses.replace(
-        found, layers=layers, ssm_layers=ssm_layers, temporary_bytes=temporary_bytes, compiled=tuple(pair for row in rows for pair in row.compiled),
-        seconds=sum(row.seconds for row in rows),
+        found, layers=layers, ssm_layers=ssm_layers, temporary_bytes=temporary_bytes,
+        compiled=tuple(pair for row in rows for pair in row.compiled), seconds=sum(row.seconds for row in rows),
     )  # fmt: skip
 
 
