@@ -31,10 +31,14 @@ _PROBE_VALUES = 32
 
 
 def shipped_for(llm_params: Params) -> list[Path]:
-    """Folders of the shipped SSMs that were made for this LLM, in order of their names."""
+    """Folders of the shipped SSMs that this LLM takes by default, in order of their names.
+
+    Those made for it that stand alone: what was boosted upon another SSM, and shares arrays with it, is taken by name.
+    """
     probe = _probe(np.asarray(llm_params["embed"]["embedding"]))
     folders = sorted(file.parent for file in SHIPPED_SSMS.glob(f"*/{SSM_FILE}"))
-    return [folder for folder in folders if _is_same_llm(probe, _read_json(folder / SSM_FILE))]
+    told = {folder: _read_json(folder / SSM_FILE) for folder in folders}
+    return [folder for folder in folders if _is_same_llm(probe, told[folder]) and not _shared_ssms(told[folder])]
 
 
 class SsmFolder(NamedTuple):
@@ -127,7 +131,7 @@ def read_ssm(
     if not _is_same_llm(_probe(np.asarray(embedding)), told):
         raise CheckpointError(f"the SSM in {folder} was made for {told['llm']}; its weights are not this LLM's")
     elsewhere = {f"llm:{path}": leaf for path, leaf in _leaves(llm_params)}
-    for name in sorted({source.split(":")[1] for source in told["sources"].values() if source.startswith("ssm:")}):
+    for name in _shared_ssms(told):
         other = read_ssm(folder.parent / name, llm_params, dtype=dtype, opened=opened)
         elsewhere |= {f"ssm:{name}:{path}": leaf for path, leaf in _leaves(other.params)}
     try:
@@ -208,6 +212,11 @@ def _key(leaf: Any) -> tuple[tuple[int, ...], str, bytes]:
 
 def _are_rows(x: np.ndarray, embedding: np.ndarray, output_ids: Any) -> bool:
     return output_ids is not None and np.array_equal(x, embedding[np.asarray(output_ids)])
+
+
+def _shared_ssms(told: Mapping[str, Any]) -> list[str]:
+    """Names of the SSMs whose arrays an SSM's file refers to."""
+    return sorted({source.split(":")[1] for source in told["sources"].values() if source.startswith("ssm:")})
 
 
 def _is_same_llm(probe: Sequence[float], told: Mapping[str, Any]) -> bool:
