@@ -27,25 +27,34 @@ class ReadyDevice(Device):
         """Compile every program and measure what trees cost; afterwards no request compiles anything."""
         probe = EngineRequest([0] * (sum(self._prefill) % self.max_model_len or 1), UNTIL_FINISHED, frozenset())
         if self._on_mesh is None:
-            self._load_programs(probe)
-        self._probe(probe, narrowed(self.program, None))
-        for chunk in self._prefill:
-            x_DT = self.prefill(0, chunk)
-            self.logprobs_of_prompt(0, x_DT, 0)
+            # From shapes: the arrays are given away meanwhile. First, since tracing holds Python's lock.
+            step_program = self._burst.lower(self.params, jax.eval_shape(self._new_state), self._costs, np.int32(1))
+            with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+                # It takes longer to compile, or to load from the cache, than all others, which run once meanwhile.
+                step = pool.submit(step_program.compile)
+                for done in [pool.submit(load) for load in self._other_loads(probe)]:
+                    done.result()
+                self._run_once(probe)
+                step.result()
+        else:
+            self._run_once(probe)
         self.fetch(self.steps(1))
-        if self.has_plain_steps:
-            self._probe(probe, narrowed(self.program, None))
-            self.fetch(self.plain_steps(1))
         if self.program.adaptive and self.program.speculators:
             self._probe(probe, narrowed(self.program, None))  # the first passes of a process are slow
             self._measure_costs(probe)
         self.hand_out([None] * self.num_slots)
 
-    def _load_programs(self, request: EngineRequest) -> None:
-        """Trace and compile all programs side by side, or load them from the compile cache; calls then find them.
+    def _run_once(self, probe: EngineRequest) -> None:
+        """Every program but the step's."""
+        self._probe(probe, narrowed(self.program, None))
+        for chunk in self._prefill:
+            x_DT = self.prefill(0, chunk)
+            self.logprobs_of_prompt(0, x_DT, 0)
+        if self.has_plain_steps:
+            self.fetch(self.plain_steps(1))
 
-        Tracing holds Python's lock, compiling and loading do not.
-        """
+    def _other_loads(self, request: EngineRequest) -> list[Callable[[], object]]:
+        """Compile each program but the step's, or load it from the compile cache; calls then find it."""
         state, slot, vocab_size = self._state, np.int32(0), self.program.vocab_size
         plain = self._plain_burst
         part = narrowed(self.program, None)
@@ -61,16 +70,12 @@ class ReadyDevice(Device):
             traced.lower().compile()
             self._prompt_logprobs.lower(self.params, state, slot, x_DT, slot).compile()
 
-        jobs: list[Callable[[], object]] = [
-            lambda: self._burst.lower(self.params, state, self._costs, np.int32(1)).compile(),  # the longest first
+        return [
             *([] if plain is None else [lambda: plain.lower(self.params, state, np.int32(1)).compile()]),
             *(functools.partial(load_chunk, prefill) for prefill in self._prefill.values()),
             lambda: self._admit.lower(state, slot, arrays).compile(),
             lambda: self._place.lower(state, table, np.zeros(self.num_slots, bool)).compile(),
         ]
-        with ThreadPoolExecutor(max_workers=min(len(jobs), os.cpu_count() or 1)) as pool:
-            for done in [pool.submit(job) for job in jobs]:
-                done.result()
 
     def _probe(self, request: EngineRequest, part: Narrowed) -> None:
         """A request into the first slot and to its first step, whatever pages others hold; its first pass is timed."""
