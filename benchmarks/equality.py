@@ -32,13 +32,13 @@ from benchmarks.peer_systems import PeerMissingError, torch_model
 from benchmarks.peers import encode_prompts
 from pallas_kernels.tree_attention import causal_words
 from specinfer_jax import LLM, Model, SamplingParams, Speculation
-from specinfer_jax.assemble import open_model
 from specinfer_jax.checkpoint.resolve import resolve
 from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import SamplingError, SpecInferError
 from specinfer_jax.metrics import total
 from specinfer_jax.models.kv_cache import init_cache
 from specinfer_jax.models.transformer import forward, vocabulary_logits
+from specinfer_jax.opened import open_model
 from specinfer_jax.outputs import RequestOutput
 from specinfer_jax.prompts import read_prompts
 from specinfer_jax.sampling_params import GREEDY

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.tree_attention import causal_words
-from specinfer_jax.assemble import Model
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache, commit, init_cache
 from specinfer_jax.models.transformer import forward, vocabulary_logits
+from specinfer_jax.opened import Model
 
 Node = tuple[int, ...]
 """A node by the tokens that lead to it from the root (), so that draws of the same token share a node."""

@@ -39,9 +39,9 @@ from benchmarks.paper_tables import (
     with_pool,
 )
 from benchmarks.peers import encode_prompts
-from specinfer_jax.assemble import Model, open_model, open_ssm
 from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import SpecInferError
+from specinfer_jax.opened import Model, open_model, open_ssm
 from specinfer_jax.prompts import read_prompts
 from specinfer_jax.speculation.tree_choice import widest_trees
 

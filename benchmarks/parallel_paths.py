@@ -22,12 +22,13 @@ import numpy as np
 from benchmarks.machine import describe_machine, memory_gib
 from benchmarks.serving_plots import plot_paths
 from pallas_kernels.tree_attention import ancestor_words, causal_words
-from specinfer_jax.assemble import PAGE_SIZE, Model, choose_dtype, open_model
+from specinfer_jax.assemble import PAGE_SIZE
 from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache, cache_bytes, commit, init_cache, read_first
 from specinfer_jax.models.transformer import Params, forward, vocabulary_logits
+from specinfer_jax.opened import Model, choose_dtype, open_model
 from specinfer_jax.tree.expand import parse_expansion
 from specinfer_jax.tree.shape import TreeShape
 

@@ -21,10 +21,10 @@ import jax.numpy as jnp
 
 from benchmarks.machine import describe_machine
 from benchmarks.peer_systems import Peer, PeerMissingError, SpecInfer, llama_cpp_peer, transformers_peers
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.checkpoint.resolve import resolve
 from specinfer_jax.config import DEFAULT_MODEL, Speculation
 from specinfer_jax.errors import ConfigError, SpecInferError
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.prompts import DEFAULT_PROMPTS, read_prompts
 from specinfer_jax.tokenizer import Tokenizer
 

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 from benchmarks.machine import describe_machine
 from benchmarks.paper_models import PAPER_MODELS
 from benchmarks.roofline import PEAKS
-from benchmarks.scale import PAPER_TREE, SLOTS, Row, read_rows
+from benchmarks.scale import PAPER_TREE, SLOTS
+from benchmarks.scale_rows import Row, read_rows
 from specinfer_jax.assemble import PAGE_SIZE
 from specinfer_jax.config import DEFAULT_MODEL, Speculation
 from specinfer_jax.models.config import ModelConfig
@@ -206,10 +207,10 @@ def predicted_speedup(llm: PassTimes, ssm: PassTimes, expansion: TreeShape, toke
 
 def check(prompts: Path | None, *, limit: int, max_tokens: int, trees: Sequence[str]) -> list[dict[str, Any]]:
     """Predicted and measured speed-up of the default model with the SSM that ships, by tree; none is ever cut."""
-    from specinfer_jax.assemble import choose_dtype, open_model
     from specinfer_jax.bench import run_bench
     from specinfer_jax.compile_cache import enable_compile_cache
     from specinfer_jax.llm import LLM
+    from specinfer_jax.opened import choose_dtype, open_model
     from specinfer_jax.prompts import DEFAULT_PROMPTS, read_prompts
 
     enable_compile_cache()

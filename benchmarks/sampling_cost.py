@@ -11,9 +11,9 @@ import statistics
 from collections.abc import Sequence
 
 from benchmarks.verify_cost import VerifyCost
-from specinfer_jax.assemble import choose_dtype, choose_max_model_len, open_model
 from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.config import DEFAULT_MODEL
+from specinfer_jax.opened import choose_dtype, choose_max_model_len, open_model
 from specinfer_jax.sampling_params import GREEDY, SamplingParams
 from specinfer_jax.speculation.rules import MSS_RENORMALIZED, NAIVE
 

@@ -23,9 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specinfer_jax import LLM, Model, SamplingParams, Speculation
-from specinfer_jax.assemble import PAGE_SIZE, open_model
+from specinfer_jax.assemble import PAGE_SIZE
 from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import SpecInferError
+from specinfer_jax.opened import open_model
 from specinfer_jax.serving.request import EngineRequest, admission
 from specinfer_jax.speculation.decode import burst
 from specinfer_jax.speculation.randomness import request_key

@@ -26,10 +26,11 @@ from benchmarks.machine import describe_machine
 from benchmarks.peers import encode_prompts
 from benchmarks.serving_load import Load, run_load
 from benchmarks.serving_plots import plot_by_batch, plot_by_rate
-from specinfer_jax.assemble import PAGE_SIZE, Model, build_program, choose_dtype, choose_max_model_len, open_model
+from specinfer_jax.assemble import PAGE_SIZE, build_program
 from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.config import DEFAULT_MODEL, Speculation
 from specinfer_jax.errors import ConfigError, SpecInferError
+from specinfer_jax.opened import Model, choose_dtype, choose_max_model_len, open_model
 from specinfer_jax.prompts import read_prompts
 from specinfer_jax.sampling_params import SamplingParams
 from specinfer_jax.serving.engine import Engine

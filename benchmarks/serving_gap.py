@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from specinfer_jax.assemble import choose_dtype, open_model
 from specinfer_jax.config import DEFAULT_MODEL, Speculation
 from specinfer_jax.llm import LLM
+from specinfer_jax.opened import choose_dtype, open_model
 from specinfer_jax.serving.engine import Engine
 from specinfer_jax.serving.inbox import News
 from specinfer_jax.serving.request import EngineRequest

@@ -23,8 +23,8 @@ import numpy as np
 
 from benchmarks.model_table import ModelTable, Node, softmax
 from benchmarks.peers import encode_prompts
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.errors import SpecInferError
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.prompts import read_prompts
 
 Draws = Mapping[Node, Sequence[tuple[int, np.ndarray]]]

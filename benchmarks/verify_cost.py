@@ -22,13 +22,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.machine import describe_machine
-from specinfer_jax.assemble import PAGE_SIZE, choose_dtype, choose_max_model_len, open_model
+from specinfer_jax.assemble import PAGE_SIZE
 from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import ConfigError, SpecInferError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.kv_cache import KVCache
 from specinfer_jax.models.transformer import Params, forward, vocabulary_logits
+from specinfer_jax.opened import choose_dtype, choose_max_model_len, open_model
 from specinfer_jax.sampling_params import GREEDY, SamplingParams
 from specinfer_jax.serving.request import EngineRequest, admission
 from specinfer_jax.speculation.decode import burst

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from specinfer_jax.config import SamplingParams, Speculation
 
 if TYPE_CHECKING:
-    from specinfer_jax.assemble import Model
     from specinfer_jax.llm import LLM
+    from specinfer_jax.opened import Model
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Model", "SamplingParams", "Speculation", "__version__"]
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return LLM
     if name == "Model":
-        from specinfer_jax.assemble import Model
+        from specinfer_jax.opened import Model
 
         return Model
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -18,11 +18,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from specinfer_jax.assemble import Model
 from specinfer_jax.completion import Completion
 from specinfer_jax.config import DEFAULT_MODEL, ONE_DEVICE, Speculation
 from specinfer_jax.errors import ConfigError
 from specinfer_jax.llm import LLM
+from specinfer_jax.opened import Model
 from specinfer_jax.outputs import StreamOutput
 from specinfer_jax.sampling_params import SamplingParams
 from specinfer_jax.serving.async_protocol import (

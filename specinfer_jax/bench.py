@@ -18,7 +18,7 @@ from specinfer_jax.metrics import RequestStats, total
 from specinfer_jax.prompts import PromptEntry
 
 if TYPE_CHECKING:
-    from specinfer_jax.assemble import Model
+    from specinfer_jax.opened import Model
     from specinfer_jax.serving.engine import Engine
 
 _TRIAL_PROMPTS = 4
@@ -134,7 +134,7 @@ def run_bench(
       ConfigError: nothing to compare, or no repeats.
       PromptError: a prompt is empty or too long.
     """
-    from specinfer_jax.assemble import choose_max_model_len
+    from specinfer_jax.opened import choose_max_model_len
 
     if not speculation.enabled:
         raise ConfigError("the benchmark compares with speculation; do not switch it off")

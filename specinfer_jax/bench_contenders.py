@@ -8,8 +8,8 @@ from specinfer_jax.config import Speculation
 from specinfer_jax.errors import ConfigError
 
 if TYPE_CHECKING:
-    from specinfer_jax.assemble import Model
     from specinfer_jax.llm import LLM
+    from specinfer_jax.opened import Model
     from specinfer_jax.serving.engine import Engine
 
 Mode = Literal["incremental", "sequence", "tree"]

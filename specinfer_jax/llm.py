@@ -17,20 +17,14 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from specinfer_jax.assemble import (
-    PAGE_SIZE,
-    Model,
-    build_program,
-    check_memory,
-    choose_dtype,
-    choose_max_model_len,
-)
-from specinfer_jax.assemble import open_model as _open_model
+from specinfer_jax.assemble import PAGE_SIZE, build_program, check_memory
 from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.completion import Completion
 from specinfer_jax.config import DEFAULT_MODEL, ONE_DEVICE, LLMConfig, SamplingParams, Speculation, mesh_shape
 from specinfer_jax.errors import ConfigError, PromptError
 from specinfer_jax.metrics import total
+from specinfer_jax.opened import Model, choose_dtype, choose_max_model_len
+from specinfer_jax.opened import open_model as _open_model
 from specinfer_jax.outputs import CompletionOutput, RequestOutput, StreamOutput
 from specinfer_jax.parallel.multihost import cluster
 from specinfer_jax.parallel.weights import find_mesh

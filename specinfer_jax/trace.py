@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specinfer_jax.assemble import PAGE_SIZE, Model, build_program, choose_max_model_len
+from specinfer_jax.assemble import PAGE_SIZE, build_program
 from specinfer_jax.config import Speculation
 from specinfer_jax.errors import PromptError
+from specinfer_jax.opened import Model, choose_max_model_len
 from specinfer_jax.sampling_params import GREEDY
 from specinfer_jax.serving.request import EngineRequest, admission
 from specinfer_jax.speculation.decode import traced_step

@@ -12,9 +12,9 @@ import pytest
 import tiny_model
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.assemble import open_model
 from specinfer_jax.async_llm import AsyncLLM
 from specinfer_jax.errors import PromptError, SamplingError, SpeculationError
+from specinfer_jax.opened import open_model
 from specinfer_jax.outputs import StreamOutput
 from specinfer_jax.serving.async_protocol import (
     AsyncEngine,

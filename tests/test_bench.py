@@ -10,12 +10,12 @@ from tiny_model import write_folder
 from typer.testing import CliRunner
 
 from specinfer_jax import bench, cli
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.bench import BenchDifference, BenchResult, run_bench
 from specinfer_jax.bench_contenders import Contender, make_contenders
 from specinfer_jax.config import Speculation
 from specinfer_jax.errors import ConfigError, PromptError
 from specinfer_jax.metrics import RequestStats
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.prompts import PromptEntry, read_prompts
 from specinfer_jax.serving.engine import Engine
 from specinfer_jax.speculation.ngram import NgramSpeculator

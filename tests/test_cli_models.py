@@ -12,8 +12,8 @@ from tokenizer_cases import BYTE_LEVEL, BYTES, PIECES, PIECES_WITHOUT_PREFIX, ST
 from typer.testing import CliRunner
 
 from specinfer_jax import cli
-from specinfer_jax.assemble import open_model
 from specinfer_jax.checkpoint.known_models import KNOWN_MODELS
+from specinfer_jax.opened import open_model
 from specinfer_jax.tokenizer import Tokenizer
 
 

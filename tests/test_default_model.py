@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.assemble import Model, open_model
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.speculation.gate import StepCosts
 
 pytestmark = pytest.mark.weights

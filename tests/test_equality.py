@@ -12,9 +12,9 @@ from tiny_model import write_file
 from benchmarks import equality
 from benchmarks.equality import Difference, count_unexplained, first_difference, margins_of, plain_margin
 from pallas_kernels.tree_attention import causal_words
-from specinfer_jax.assemble import open_model
 from specinfer_jax.models.kv_cache import init_cache
 from specinfer_jax.models.transformer import forward, vocabulary_logits
+from specinfer_jax.opened import open_model
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ TIERS = (
     ("checkpoint", "tokenizer", "chat_template", "detokenizer", "parallel.multihost"),
     ("serving.engine", "serving.warm_up", "serving.device", "serving.progress", "serving.request", "serving.inbox"),
     (
-        "llm", "assemble", "completion", "progress_bar", "vocabulary", "compile_cache", "bench", "visualize", "trace",
-        "bench_contenders", "serving.async_protocol",
+        "llm", "assemble", "opened", "completion", "progress_bar", "vocabulary", "compile_cache", "bench", "visualize",
+        "trace", "bench_contenders", "serving.async_protocol",
     ),
     ("serving.openai_api", "serving.openai", "async_llm", "cli"),
     ("train", "benchmarks"),

@@ -10,7 +10,7 @@ import pytest
 import tiny_model
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.assemble import Model, check_memory, choose_max_model_len, open_model
+from specinfer_jax.assemble import check_memory
 from specinfer_jax.config import LLMConfig, load_config
 from specinfer_jax.errors import (
     ConfigError,
@@ -19,6 +19,7 @@ from specinfer_jax.errors import (
     SpecInferError,
     SpeculationError,
 )
+from specinfer_jax.opened import Model, choose_max_model_len, open_model
 from specinfer_jax.speculation.state import StepProgram
 
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

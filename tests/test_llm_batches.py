@@ -9,9 +9,9 @@ import pytest
 import tiny_model
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.async_llm import AsyncLLM
 from specinfer_jax.errors import ConfigError
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.outputs import StreamOutput
 from specinfer_jax.serving.request_speculation import RequestSpeculation
 

@@ -10,10 +10,10 @@ import tiny_model
 from fake_engine import STATS, FakeEngine
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.errors import ConfigError, SamplingError
 from specinfer_jax.llm import _per_prompt
 from specinfer_jax.metrics import total
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.outputs import Logprob
 from specinfer_jax.serving.request import EngineRequest
 from specinfer_jax.vocabulary import bad_sequences

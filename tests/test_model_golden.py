@@ -14,10 +14,10 @@ from checkpoint_cases import random_tensors, write_hf_folder
 from decoder_cases import append, empty_cache, run_rows, tiny_model
 from model_golden_cases import BFLOAT16, FAMILIES, GENERATE, GenerateCase
 
-from specinfer_jax.assemble import choose_max_model_len
 from specinfer_jax.checkpoint.load import LoadedModel, load_model
 from specinfer_jax.errors import ConfigError
 from specinfer_jax.models.layers import Norm
+from specinfer_jax.opened import choose_max_model_len
 from specinfer_jax.serving.engine import Engine, EngineRequest
 from specinfer_jax.speculation.ssm import SsmSpeculator
 from specinfer_jax.speculation.state import DecodeParams, StepProgram

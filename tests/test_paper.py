@@ -23,8 +23,8 @@ from benchmarks.paper_tables import (
     with_pool,
 )
 from benchmarks.traversal import mss_law
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.metrics import RequestStats
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.speculation.rules import exact_pair
 from specinfer_jax.tree.expand import parse_expansion
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import scale
-from benchmarks.scale import Row, collectives_of, extended, main_memory_temporaries, read_rows
+from benchmarks.scale import collectives_of, main_memory_temporaries
+from benchmarks.scale_rows import Row, extended, read_rows
 
 ROW = Row(
     llm="llama-7b", ssm="llama-68m", target="v5e", devices=2, offload=False, layers=2, ssm_layers=1,

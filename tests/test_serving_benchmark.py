@@ -15,7 +15,7 @@ from fake_engine import STATS
 
 from benchmarks import parallel_paths, serving
 from benchmarks.serving_load import Load, Seen, percentiles, run_load
-from specinfer_jax.assemble import open_model
+from specinfer_jax.opened import open_model
 from specinfer_jax.serving.inbox import Inbox
 from specinfer_jax.serving.request import EngineRequest, Progress
 from specinfer_jax.tree.expand import parse_expansion

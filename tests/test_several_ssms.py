@@ -14,10 +14,10 @@ from decode_cases import LLAMA, OPT, PROMPTS, greedy, make_engine, params_of, ru
 from decoder_cases import run_rows
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.checkpoint.load import LoadedModel
 from specinfer_jax.errors import ConfigError, SpeculationError
 from specinfer_jax.models.config import ModelConfig
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.serving.engine import Engine, EngineRequest
 from specinfer_jax.speculation.ngram import NgramSpeculator
 from specinfer_jax.speculation.rules import IID, MSS

@@ -6,9 +6,9 @@ import pytest
 from tiny_model import write_file, write_folder
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.assemble import choose_dtype, open_model
 from specinfer_jax.config import LLMConfig, load_config, mesh_shape
 from specinfer_jax.errors import ConfigError
+from specinfer_jax.opened import choose_dtype, open_model
 from specinfer_jax.parallel.weights import find_mesh
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_model
 
-from specinfer_jax.assemble import build_program, open_model, open_ssm
+from specinfer_jax.assemble import build_program
 from specinfer_jax.checkpoint.resolve import SSM_FILE, find_ssm_folder
 from specinfer_jax.checkpoint.ssm_folder import (
     WEIGHTS_FILE,
@@ -24,6 +24,7 @@ from specinfer_jax.config import Speculation
 from specinfer_jax.errors import CheckpointError
 from specinfer_jax.models.config import ModelConfig, RopeConfig
 from specinfer_jax.models.transformer import init_params
+from specinfer_jax.opened import open_model, open_ssm
 from specinfer_jax.tree.rates import AcceptanceRates
 
 LLM = ModelConfig(

@@ -18,7 +18,7 @@ import pytest
 import tiny_model
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.assemble import Model, open_model
+from specinfer_jax.opened import Model, open_model
 from train import data
 from train.answer_store import AnswerStore
 from train.answers import Answer, TrainDataError, read_answers, text_hash

@@ -13,10 +13,10 @@ import safetensors.numpy
 from checkpoint_cases import CONFIGS, llama_config, opt_config, tensor_shapes
 from train_run_cases import make_settings, write_answers, write_llm
 
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.errors import CheckpointError, ConfigError
 from specinfer_jax.models.families import config_from_hf
 from specinfer_jax.models.transformer import init_params, vocabulary_logits
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.tokenizer import Tokenizer
 from train import evaluate, export
 from train.distill import distill

@@ -9,8 +9,8 @@ from tiny_model import CONFIG, write_folder
 from train_run_cases import make_answers, make_settings
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.assemble import Model, open_model, open_ssm
 from specinfer_jax.checkpoint.ssm_folder import SsmFolder, shipped_for
+from specinfer_jax.opened import Model, open_model, open_ssm
 from train import pack
 from train.distill import distill
 from train.export import open_trained

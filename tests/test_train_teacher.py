@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tiny_model
 
-from specinfer_jax.assemble import Model
 from specinfer_jax.models.transformer import init_params
+from specinfer_jax.opened import Model
 from specinfer_jax.sampling_params import SamplingParams
 from specinfer_jax.serving.engine import EngineRequest
 from train import teacher, top_k

@@ -31,7 +31,7 @@ from benchmarks.traversal import (
     traversal_law,
     without,
 )
-from specinfer_jax.assemble import open_model
+from specinfer_jax.opened import open_model
 
 P, QA, QB = np.array([0.35, 0.3, 0.2, 0.15]), np.array([0.1, 0.2, 0.3, 0.4]), np.array([0.3, 0.1, 0.2, 0.4])
 Pair = list[tuple[int, np.ndarray]]

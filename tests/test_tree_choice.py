@@ -11,9 +11,10 @@ from decode_cases import LLAMA, params_of
 from tiny_model import write_folder
 
 from specinfer_jax import assemble
-from specinfer_jax.assemble import Model, build_program, open_model
+from specinfer_jax.assemble import build_program
 from specinfer_jax.config import DEFAULT_TREE, Speculation
 from specinfer_jax.errors import SpeculationError
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.speculation import pass_costs
 from specinfer_jax.speculation.ngram import NgramSpeculator
 from specinfer_jax.speculation.ssm import SsmSpeculator

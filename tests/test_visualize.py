@@ -7,9 +7,9 @@ import pytest
 from rich.console import Console
 from tiny_model import TOKENIZER, write_folder
 
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.config import Speculation
 from specinfer_jax.errors import PromptError
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.trace import TracedNode, TracedStep, trace_steps
 from specinfer_jax.visualize import draw_step, legend, to_svg, to_terminal, visible
 

@@ -30,10 +30,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.errors import ConfigError, SpecInferError
 from specinfer_jax.metrics import RequestStats, total
+from specinfer_jax.opened import Model, open_model
 from train.answers import Answer, read_answers, split_answers
 from train.distill import distill
 from train.evaluate import answer_ranks

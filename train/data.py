@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.assemble import choose_dtype
 from specinfer_jax.config import DEFAULT_MODEL, DTYPES
 from specinfer_jax.errors import ConfigError, SpecInferError
+from specinfer_jax.opened import choose_dtype
 from specinfer_jax.progress_bar import OnProgress, progress_bar
 from specinfer_jax.serving.request import EngineRequest
 from train.answer_store import AnswerStore

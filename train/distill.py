@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specinfer_jax.assemble import Model
 from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.errors import ConfigError, SpecInferError
+from specinfer_jax.opened import Model
 from train.answers import Answer, TrainDataError, read_answers, split_answers
 from train.evaluate import evaluate, numbers
 from train.export import open_finished

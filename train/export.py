@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specinfer_jax.assemble import Model, open_model, open_ssm
 from specinfer_jax.checkpoint.assign import flat_paths, weight_dtype
 from specinfer_jax.checkpoint.disk import check_free_space, clear_disk_errors, flush_to_disk
 from specinfer_jax.checkpoint.hf_safetensors import SINGLE_FILE
@@ -29,6 +28,7 @@ from specinfer_jax.checkpoint.resolve import find_ssm_folder
 from specinfer_jax.errors import CheckpointError, ConfigError, SpecInferError
 from specinfer_jax.models.config import ModelConfig, RopeConfig
 from specinfer_jax.models.families import FAMILIES
+from specinfer_jax.opened import Model, open_model, open_ssm
 from train.checkpoints import FOLDER, Checkpoints
 from train.initial import make_start
 from train.parts import merge_params

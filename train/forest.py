@@ -16,10 +16,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from specinfer_jax.assemble import open_model
 from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.config import DEFAULT_MODEL
 from specinfer_jax.errors import SpecInferError
+from specinfer_jax.opened import open_model
 from specinfer_jax.tree.optimal import WIDE_NODES
 from specinfer_jax.tree.shape import TreeShape
 from train.answers import read_answers, split_answers

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.checkpoint.gguf_header import open_gguf
 from specinfer_jax.checkpoint.load import read_config
 from specinfer_jax.checkpoint.resolve import location_format, resolve
@@ -16,6 +15,7 @@ from specinfer_jax.errors import ConfigError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.families import config_from_hf
 from specinfer_jax.models.transformer import init_params
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.tokenizer import Tokenizer
 from train.answers import Answer
 from train.parts import split_params

@@ -15,10 +15,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from specinfer_jax.assemble import Model, open_model
 from specinfer_jax.checkpoint.ssm_folder import SsmFolder, read_ssm, write_ssm
 from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.errors import ConfigError, SpecInferError
+from specinfer_jax.opened import Model, open_model
 from specinfer_jax.tree.rates import AcceptanceRates, count_ranks
 from train.answers import Answer, read_answers, split_answers
 from train.evaluate import answer_ranks

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from specinfer_jax.assemble import Model, choose_dtype, open_model
 from specinfer_jax.compile_cache import enable_compile_cache
 from specinfer_jax.config import DEFAULT_MODEL, DTYPES
 from specinfer_jax.errors import SpecInferError
 from specinfer_jax.models.config import ModelConfig
 from specinfer_jax.models.transformer import Params, vocabulary_logits
+from specinfer_jax.opened import Model, choose_dtype, open_model
 from specinfer_jax.progress_bar import OnProgress, progress_bar
 from train.answer_store import check_settings, lock_folder, write_settings
 from train.answers import Answer, TrainDataError, read_answers

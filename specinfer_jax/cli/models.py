@@ -77,10 +77,10 @@ def _info_rows(name: str, path: Path, dtype_name: str) -> list[tuple[str, str]]:
     """Everything that is known without reading a weight."""
     import jax
 
-    from specinfer_jax.assemble import choose_dtype
     from specinfer_jax.checkpoint.load import read_config
     from specinfer_jax.models.kv_cache import cache_bytes
     from specinfer_jax.models.transformer import param_shapes
+    from specinfer_jax.opened import choose_dtype
 
     config, dtype = read_config(path), choose_dtype(dtype_name)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(param_shapes(config)))

@@ -18,8 +18,8 @@ from specinfer_jax.errors import ConfigError
 from specinfer_jax.metrics import RequestStats
 
 if TYPE_CHECKING:
-    from specinfer_jax.assemble import Model
     from specinfer_jax.llm import LLM
+    from specinfer_jax.opened import Model
 
 
 Result = TypeVar("Result")
@@ -63,8 +63,8 @@ def open_model(config: LLMConfig) -> "Model":
         resolve(name)  # shows a progress bar of its own if it has to download
 
     def load() -> "Model":
-        from specinfer_jax.assemble import choose_dtype, open_model
         from specinfer_jax.compile_cache import enable_compile_cache
+        from specinfer_jax.opened import choose_dtype, open_model
         from specinfer_jax.parallel.weights import find_mesh
 
         enable_compile_cache()

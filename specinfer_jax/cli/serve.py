@@ -11,7 +11,7 @@ from specinfer_jax.errors import ConfigError
 from specinfer_jax.serving.openai.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from specinfer_jax.assemble import Model
+    from specinfer_jax.opened import Model
     from specinfer_jax.serving.async_protocol import AsyncEngine
 
 _SERVER, _ACCESS = "Server", "Access"

@@ -30,7 +30,7 @@ def tree(
     text = sys.stdin.read() if prompt == "-" else prompt
     tokenizer = model.tokenizer
     ids = tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text)
-    from specinfer_jax.assemble import choose_dtype
+    from specinfer_jax.opened import choose_dtype
     from specinfer_jax.trace import TracedStep, trace_steps
     from specinfer_jax.visualize import draw_step, legend, to_svg, to_terminal
 
