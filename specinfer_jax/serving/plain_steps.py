@@ -3,8 +3,8 @@
 The gate decides step by step whether a tree pays, but the program around it costs something even where it verifies
 none. Over several slots that may be more than its trees bring in, so both programs are measured while they serve:
 
-    trees 4 | plain 8 | trees 4 | plain 16 | trees 4 | ... plain 64 | trees 4 | trees 16 | trees 16 | ...
-    (loses)           (loses)            (loses)                  (wins)     (wins)
+    trees 4 | plain 4 | trees 4 | plain 16 | trees 4 | plain 64 | trees 4 | ... plain 64 | trees 4 | trees 16 | ...
+                        (loses)            (loses)            (loses)                      (wins)    (wins)
 
 Free of jax.
 """
@@ -86,7 +86,7 @@ class PlainSteps:
             is_due = self._since_plain >= _RECHECK
             self._begin(plain=is_due, steps=_PROBE if is_due else _STRETCH)
         else:
-            self._wait = min(self._wait * 2, _LONGEST_WAIT)
+            self._wait = min(self._wait * 4, _LONGEST_WAIT)
             self._begin(plain=True, steps=self._wait * _PROBE)
 
     def _trees_won(self) -> bool:
