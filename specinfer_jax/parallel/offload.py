@@ -45,7 +45,8 @@ def run_streamed(
 
 def use_streamed(weights: Params, compute: Callable[..., Any], x: Array, condition: Bool[Array, ""]) -> Any:
     """`compute(weights, x)` with weights that are on the device for that long."""
-    return read_first(condition, lambda: compute(to_device(weights), x))
+    # The barrier, since XLA refuses branches of which one ends in a sharding constraint and the other does not.
+    return read_first(condition, lambda: jax.lax.optimization_barrier(compute(to_device(weights), x)))
 
 
 STREAMED = WeightAccess(run_streamed, use_streamed)
