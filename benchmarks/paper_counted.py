@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from specinfer_jax import LLM, Model, SamplingParams, Speculation
+from specinfer_jax.errors import ConfigError
 from specinfer_jax.tree.shape import TreeShape
 from train.answer_store import AnswerStore
 from train.answers import Answer, read_answers
@@ -43,7 +44,16 @@ def answer_all(
       temperature: of all.
       max_tokens, max_num_seqs, max_model_len: as for `LLM` and `SamplingParams`.
       folder: answers of earlier runs are taken from there, new ones added.
+
+    Raises:
+      ConfigError: a prompt leaves less room than `max_tokens`.
     """
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    if len(prompts[longest]) + max_tokens > max_model_len:
+        raise ConfigError(
+            f"prompt {longest} of {name} has {len(prompts[longest])} tokens, and {max_tokens} more do not fit into "
+            f"max_model_len {max_model_len}; give at least {len(prompts[longest]) + max_tokens}"
+        )
     settings = {"model": model.location, "temperature": temperature, "max_tokens": max_tokens, "len": max_model_len}
     ids = [f"{name}-{i}" for i in range(len(prompts))]
     place = None if folder is None else folder / f"{name}-{temperature:g}"

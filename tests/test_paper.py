@@ -9,7 +9,7 @@ import pytest
 import tiny_model
 
 from benchmarks import paper, paper_tables
-from benchmarks.paper_counted import Steps, count_steps
+from benchmarks.paper_counted import Steps, answer_all, count_steps
 from benchmarks.paper_draws import Places, draw_ranks, draw_ranks_of
 from benchmarks.paper_plots import plot_cdf, plot_widths
 from benchmarks.paper_tables import (
@@ -23,6 +23,7 @@ from benchmarks.paper_tables import (
     with_pool,
 )
 from benchmarks.traversal import mss_law
+from specinfer_jax.errors import ConfigError
 from specinfer_jax.metrics import RequestStats
 from specinfer_jax.opened import Model, open_model
 from specinfer_jax.speculation.rules import exact_pair
@@ -197,3 +198,10 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
     with pytest.raises(SystemExit):
         paper.main([*arguments, "--data", "folder"])
     assert message in capsys.readouterr().err
+
+
+def test_a_prompt_without_room_is_named_before_any_work(model: Model) -> None:
+    with pytest.raises(ConfigError, match=r"prompt 1 of some has 7 tokens, .* give at least 15"):
+        answer_all(
+            model, [[3] * 5, [3] * 7], name="some", temperature=0.0, max_tokens=8, max_num_seqs=2, max_model_len=14
+        )  # fmt: skip
