@@ -22,8 +22,8 @@ counts: list[list[int]] = []
 steps = Device.steps
 
 
-def counted_steps(self, most):
-    report = steps(self, most)
+def counted_steps(self, most, **options):
+    report = steps(self, most, **options)
     counts.append(np.asarray(report.committed_B).tolist())
     return report
 

@@ -42,8 +42,7 @@ def start(folder: Path, mesh: str, mode: str) -> list[subprocess.Popen[str]]:
     ]  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["data=1,model=4", "data=2,model=2"])
+@pytest.mark.parametrize("mesh", ["data=1,model=4", pytest.param("data=2,model=2", marks=pytest.mark.slow)])
 def test_both_processes_accept_the_same(tmp_path: Path, mesh: str) -> None:
     processes = start(tmp_path / "m", mesh, "once")
     ended = [process.communicate(timeout=400) for process in processes]
