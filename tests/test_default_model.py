@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 from specinfer_jax import LLM, SamplingParams, Speculation
-from specinfer_jax.opened import Model, open_model
+from specinfer_jax.checkpoint.ssm_folder import SsmFolder, shipped_for
+from specinfer_jax.opened import Model, open_model, open_ssm
 from specinfer_jax.speculation.gate import StepCosts
 
 pytestmark = pytest.mark.weights
@@ -51,6 +52,17 @@ def test_ids_are_transformers_with_trees_and_without_and_nothing_compiles(
     assert repeating is not None
     assert repeating.tokens_per_step is not None
     assert repeating.tokens_per_step > 1.2
+
+
+def test_the_boosted_set_shares_what_it_did_not_tune(model: Model) -> None:
+    opened: dict[Path, SsmFolder] = {}
+    names = ("smollm2-135m-ssm", "smollm2-135m-boost2", "smollm2-135m-boost3")
+    first, *boosted = (open_ssm(name, model, dtype=jnp.dtype(jnp.float32), opened=opened) for name in names)
+    for ssm in boosted:
+        assert ssm.params["layers_0"]["mlp"]["up"]["kernel"] is first.params["layers_0"]["mlp"]["up"]["kernel"]
+        assert (ssm.params["layers_3"]["mlp"]["up"]["kernel"] != first.params["layers_3"]["mlp"]["up"]["kernel"]).any()
+        assert ssm.acceptance is not None and ssm.acceptance.success()[0] > 0.4
+    assert [folder.name for folder in shipped_for(model.params)] == ["smollm2-135m-ssm"], "the set is asked for by name"
 
 
 def test_self_draft_accepts_everything(model: Model) -> None:
