@@ -40,5 +40,5 @@ def plot_widths(cells: Sequence[Cell], path: Path) -> None:
         ax.set(title=kind, xlabel="width of the third level", xticks=width)
         ax.grid(alpha=0.3)
     axes[0][0].set_ylabel("tokens per step")
-    axes[0][-1].legend(fontsize="small")
+    axes[0][-1].legend(fontsize="small", loc="center left", bbox_to_anchor=(1.02, 0.5))  # beside it, over no point
     save_figure(figure, path)
