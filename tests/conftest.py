@@ -1,15 +1,20 @@
 """Every test runs on 8 fake CPU devices, with shapes checked, rank promotion an error and warnings as errors."""
 
+import gc
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Tiny models: compiling takes far longer than running, so the compiler's optimisers are off.
-_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS} --xla_llvm_disable_expensive_passes=true".strip()
+_FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false"
+)
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
 from jaxtyping import install_import_hook  # noqa: E402
 
@@ -40,6 +45,16 @@ def pytest_configure(config: pytest.Config) -> None:
             passed_on(unraisable)
 
     sys.unraisablehook = report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_freed() -> Iterator[None]:
+    # A compiled program holds memory mappings. Linux allows a process 65,530 of them; beyond, the compiler crashes.
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

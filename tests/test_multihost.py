@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,6 +98,16 @@ def test_calls_arrive_in_order_and_end() -> None:
         leader.tell("hand_out", [[1, 2], None])
         leader.close()
         assert list(follower.calls({})) == [("steps", [4]), ("hand_out", [[[1, 2], None]])]
+
+
+def test_a_closed_cluster_leaves_no_thread_behind() -> None:
+    before = threading.active_count()
+    with pair(60.0):
+        assert threading.active_count() == before + 4
+    end = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < end:
+        time.sleep(0.1)
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("stuck", [False, True])

@@ -145,6 +145,14 @@ def test_what_other_files_answer_is_left_out(tmp_path: Path) -> None:
     assert sorted(prompt.id for prompt in chosen) == ["p0", "p1", "p2", "p4"]
 
 
+def test_what_another_run_took_first_is_skipped(tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path / "prompts.jsonl", make_prompts(5))
+    arguments = ["--prompts", str(prompts), "--out", str(tmp_path)]
+    order = data.select_prompts(data.parse_arguments(arguments))
+    behind = data.select_prompts(data.parse_arguments([*arguments, "--skip", "2", "--limit", "2"]))
+    assert behind == order[2:4]
+
+
 def kill_and_resume(folder: Path, tmp_path: Path, kills: int, seed: int, *more: str) -> None:
     """Kill at random moments of writing, resume, and compare with a run that nobody killed."""
     prompts = write_prompts(tmp_path / "prompts.jsonl", make_prompts(100))

@@ -117,7 +117,7 @@ def select_prompts(options: argparse.Namespace) -> list[TrainPrompt]:
     weights = None if options.datasets is None else parse_weights(options.datasets)
     mixed = mix_prompts(prompts, weights, seed=options.seed)
     elsewhere = {answer.id for answer in read_answers(options.have)} if options.have else set()
-    return [prompt for prompt in mixed if prompt.id not in elsewhere][: options.limit]
+    return [prompt for prompt in mixed[options.skip :] if prompt.id not in elsewhere][: options.limit]
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -144,6 +144,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--out", type=Path, required=True, help="folder of the answers; given again, it is continued")
     parser.add_argument("--have", type=Path, nargs="+", default=[], help="answers elsewhere, not to be made again")
     parser.add_argument(
+        "--skip", type=int, default=0, help="so many of the mixed order first, which another run took with its --limit"
+    )
+    parser.add_argument(
         "--datasets", help='weights by pattern, such as "dolly_*=3,gpteacher_*=1"; the rest is left out'
     )
     parser.add_argument("--limit", type=int, help="prompts, from the start of the mixed order")
@@ -163,6 +166,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         value = getattr(options, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    if options.skip < 0:
+        parser.error(f"--skip must be at least 0, got {options.skip}")
     return options
 
 

@@ -128,7 +128,7 @@ class Cluster:
 
     def _watch(self) -> None:
         last = time.monotonic()
-        while True:
+        while not all(peer.has_ended for peer in self._peers):
             time.sleep(_PULSE)
             now = time.monotonic()
             if now - last > self._silence / 2:  # this process itself was stopped; whom it missed is not known yet
