@@ -85,7 +85,7 @@ def build_program(
     speculators: list[Speculator] = []
     params: list[Any] = []
     max_rows = CPU_MAX_ROWS if jax.devices()[0].platform == "cpu" else DEVICE_MAX_ROWS
-    ssms = _open_ssms(llm, shipped_for(stored_params(llm)) if speculation.ssms is None else speculation.ssms, dtype)
+    ssms = offered_ssms(llm, speculation, dtype)
     if speculation.tree not in (None, AUTO, WIDE) and not ssms:
         raise SpeculationError("a tree of children per level needs an SSM: give ssms=[...] as well")
     for ssm in ssms:
@@ -130,7 +130,13 @@ def _laid_out(llm: Model, mesh: Mesh | None, memory: str) -> tuple[ModelConfig, 
     return placement.config, llm.params if llm.placement else place_params(llm.params, placement)
 
 
-def _open_ssms(llm: Model, ssms: Sequence[Any], dtype: jnp.dtype) -> list[Model]:
+def offered_ssms(llm: Model, speculation: Speculation, dtype: jnp.dtype) -> list[Model]:
+    """The SSMs asked for, or those that ship for the LLM; `tree="auto"` may decline them.
+
+    Raises:
+      SpeculationError: one is neither a name, a path nor a model.
+    """
+    ssms: Sequence[Any] = shipped_for(stored_params(llm)) if speculation.ssms is None else speculation.ssms
     opened: dict[str, Model] = {llm.location: llm}
     folders: dict[Path, SsmFolder] = {}
     result = []

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from specinfer_jax.config import Speculation
+from specinfer_jax.config import AUTO, Speculation
 from specinfer_jax.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def make_contenders(
         for s in (Speculation.off(), speculation)
     )
     chains = []
-    for m in range(len(trees.engine.program.speculators)):
+    for speculator, params in _offered(model, speculation, trees):
         best, least = None, float("inf")
-        for chain in _chains(trees.engine.program.speculators[m], max_chain_depth):
-            engine = _engine_of(trees, m, chain)
+        for chain in _chains(speculator, max_chain_depth):
+            engine = _engine_of(trees, chain, params)
             # The trial's seconds matter only where there is a choice.
             needed = seconds(engine) if max_chain_depth > 1 else 0.0
             if needed < least:
@@ -57,6 +57,19 @@ def make_contenders(
         assert best is not None
         chains.append(Contender("sequence", best))
     return [Contender("incremental", plain.engine), *chains, Contender("tree", trees.engine)]
+
+
+def _offered(model: "Model", speculation: Speculation, trees: "LLM") -> list[tuple[Any, Any]]:
+    """(speculator, parameters) of all, SSMs included that `tree="auto"` has declined."""
+    from specinfer_jax.assemble import build_program, offered_ssms
+
+    own = list(zip(trees.engine.program.speculators, trees.engine.params.speculators, strict=True))
+    if speculation.tree not in (None, AUTO) or not offered_ssms(model, speculation, trees.dtype):
+        return own
+    ssms = dataclasses.replace(speculation, tree="1", ngram=False)
+    program, params = build_program(model, ssms, dtype=trees.dtype, num_slots=trees.engine.num_slots)
+    without_ssms = [pair for pair in own if pair[0].cached_model is None]
+    return [*zip(program.speculators, params.speculators, strict=True), *without_ssms]
 
 
 def _chains(speculator: Any, max_depth: int) -> Iterator[Any]:
@@ -74,16 +87,16 @@ def _chains(speculator: Any, max_depth: int) -> Iterator[Any]:
         raise ConfigError(f"the benchmark knows no chain of a {type(speculator).__name__}")
 
 
-def _engine_of(trees: "LLM", m: int, chain: Any) -> "Engine":
-    """An engine like that of the trees with one speculator, a chain of its m-th."""
+def _engine_of(trees: "LLM", chain: Any, params: Any) -> "Engine":
+    """An engine like that of the trees with one speculator, the chain."""
     from specinfer_jax.assemble import PAGE_SIZE
     from specinfer_jax.serving.engine import Engine
     from specinfer_jax.speculation.state import DecodeParams
 
-    params, program = trees.engine.params, trees.engine.program
     engine = Engine(
-        DecodeParams(params.llm, (params.speculators[m],)), dataclasses.replace(program, speculators=(chain,)),
-        num_slots=trees.engine.num_slots, max_model_len=trees.max_model_len, page_size=PAGE_SIZE, dtype=trees.dtype,
+        DecodeParams(trees.engine.params.llm, (params,)),
+        dataclasses.replace(trees.engine.program, speculators=(chain,)), num_slots=trees.engine.num_slots,
+        max_model_len=trees.max_model_len, page_size=PAGE_SIZE, dtype=trees.dtype,
     )  # fmt: skip
     engine.warm_up()
     return engine

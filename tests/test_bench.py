@@ -20,6 +20,7 @@ from specinfer_jax.prompts import PromptEntry, read_prompts
 from specinfer_jax.serving.engine import Engine
 from specinfer_jax.speculation.ngram import NgramSpeculator
 from specinfer_jax.speculation.ssm import SsmSpeculator
+from specinfer_jax.tree.rates import AcceptanceRates
 
 PROMPTS = [PromptEntry("one two three", "a"), PromptEntry("def format", "b"), PromptEntry("one", "a")]
 TOKENS, REPEATS = 12, 2
@@ -116,6 +117,22 @@ def test_sequences_are_the_fastest_chains_of_the_same_speculators(
     assert [len(program.speculators) for program in programs] == [0, 1, 1, 2]
     weights = [contender.engine.params.llm for contender in found]
     assert all(params is model.params for params in weights)
+
+
+def test_chains_of_an_ssm_that_auto_declines_take_part(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specinfer_jax.serving.engine.Engine.warm_up", lambda engine: None)
+    monkeypatch.setattr("specinfer_jax.assemble.fastest_ssm", lambda rates, **costs: None)
+    monkeypatch.setattr("specinfer_jax.assemble.pass_seconds", lambda config, params, rows, **sizes: {})
+    rated = model._replace(acceptance=AcceptanceRates.from_success(0.5, 0.7, 5))
+    found = make_contenders(
+        model, Speculation(ssms=(rated,)), dtype="float32", max_model_len=None, max_num_seqs=None, max_chain_depth=2,
+        seconds=lambda engine: float(engine.program.speculators[0].depth == 1),
+    )  # fmt: skip
+    *chains, trees = [contender.engine.program.speculators for contender in found[1:]]
+    assert [(type(chain), chain.depth) for (chain,) in chains] == [
+        (SsmSpeculator, 2), (NgramSpeculator, NgramSpeculator().depth)
+    ]  # fmt: skip
+    assert [type(speculator) for speculator in trees] == [NgramSpeculator]
 
 
 def _measured(seconds: float, *ids: list[int]) -> list[bench._Measured]:
