@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -131,7 +131,8 @@ def with_pool(cells: Sequence[Cell]) -> list[Cell]:
     return result
 
 
-class Measuring(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Measuring:
     """What all tables are measured with."""
 
     model: Model
@@ -150,6 +151,8 @@ class Measuring(NamedTuple):
     """Prompts of each set, from its start, for rules that must be decoded; None: all."""
     stochastic_limit: int | None = None
     """Prompts of each set, from its start, above temperature 0; None: all."""
+    _ranks: dict[tuple[int, str, float], list[np.ndarray]] = dataclasses.field(default_factory=dict)
+    """What `ranks` has counted."""
 
     def answers(self, name: str, temperature: float) -> list[Answer]:
         """The LLM's answers to one prompt set."""
@@ -158,6 +161,13 @@ class Measuring(NamedTuple):
             self.model, prompts, name=name, temperature=temperature, max_tokens=self.max_tokens,
             max_num_seqs=self.max_num_seqs, max_model_len=self.max_model_len, folder=self.folder,
         )  # fmt: skip
+
+    def ranks(self, ssm: Model, name: str, temperature: float) -> list[np.ndarray]:
+        """`ranks_of` the LLM's answers to one prompt set, counted once for all tables."""
+        key = id(ssm), name, temperature
+        if key not in self._ranks:
+            self._ranks[key] = ranks_of(ssm, self.answers(name, temperature), max_model_len=self.max_model_len)
+        return self._ranks[key]
 
 
 def is_counted(rule: Rule) -> bool:
@@ -193,11 +203,11 @@ def tokens_per_step(
 
     for temperature in dict.fromkeys(rule.temperature for rule in counted):
         for name in measuring.prompt_sets:
-            answers = measuring.answers(name, temperature)
             here = [rule for rule in counted if rule.temperature == temperature]
-            by_rank = [ranks_of(ssm, answers, max_model_len=measuring.max_model_len) for ssm in ssms]
+            by_rank = [measuring.ranks(ssm, name, temperature) for ssm in ssms]
             drawn = [rule for rule in here if _counts_draws(rule)]
             if drawn:
+                answers = measuring.answers(name, temperature)
                 by_draw = draw_ranks_of(
                     measuring.model, ssms[0], answers, temperature=temperature, max_model_len=measuring.max_model_len,
                     draws=max(max(parse_expansion(rule.tree).widths) for rule in drawn),
@@ -253,7 +263,7 @@ def top_k_success(
     found = []
     for name in measuring.prompt_sets:
         for decoding, t in (("greedy", 0.0), ("stochastic", temperature)):
-            rank_X = np.concatenate(ranks_of(ssm, measuring.answers(name, t), max_model_len=measuring.max_model_len))
+            rank_X = np.concatenate(measuring.ranks(ssm, name, t))
             top_k = tuple(float((rank_X < k).mean()) for k in range(1, TOP + 1))
             found.append(Success(name, decoding, len(rank_X), top_k))
             report(found[-1])

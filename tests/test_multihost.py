@@ -45,6 +45,7 @@ def start(folder: Path, mesh: str, mode: str) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("mesh", ["data=1,model=4", pytest.param("data=2,model=2", marks=pytest.mark.slow)])
 def test_both_processes_accept_the_same(tmp_path: Path, mesh: str) -> None:
+    # case B043
     processes = start(tmp_path / "m", mesh, "once")
     ended = [process.communicate(timeout=400) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], ended
@@ -56,6 +57,7 @@ def test_both_processes_accept_the_same(tmp_path: Path, mesh: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
 def test_a_silent_process_is_named(tmp_path: Path, how: signal.Signals) -> None:
+    # case B044
     first, second = processes = start(tmp_path / "m", "data=1,model=4", "for ever")
     try:
         assert first.stdout is not None

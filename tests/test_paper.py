@@ -1,5 +1,6 @@
 """The paper's tables: rules, pooling and intervals, Markdown, and a run on a model that drafts for itself."""
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -114,7 +115,7 @@ def test_counted_steps_are_those_of_decoding(model: Model, tmp_path: Path) -> No
     assert counted == decoded
     assert any(sum(c.tokens) > sum(c.steps) for c in counted)
     # A second run takes the answers from the folder.
-    again = measuring._replace(model=model._replace(params={}))
+    again = dataclasses.replace(measuring, model=model._replace(params={}))
     assert again.answers("alpaca", 0.7) == measuring.answers("alpaca", 0.7)
 
 
