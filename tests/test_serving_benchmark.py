@@ -80,13 +80,19 @@ def test_paths_verify_what_the_tree_verifies(tmp_path: Path) -> None:
     assert row["paths_bytes"] > row["tree_bytes"]
 
 
+def test_the_middle_repeat_is_shown_and_ratios_are_taken_in_turn() -> None:
+    own, first = ([{"tokens_per_second": rate} for rate in rates] for rates in ((30.0, 10.0, 24.0), (20.0, 10.0, 12.0)))
+    assert serving.middle(own, first) == {"tokens_per_second": 24.0, "over_first_mode": 1.5}
+    assert serving.middle(own[:2], first[:2]) == {"tokens_per_second": 10.0, "over_first_mode": 1.25}
+
+
 @pytest.mark.slow
 def test_the_whole_study_on_a_tiny_model(tmp_path: Path) -> None:
     model, prompts = tiny_model.write_folder(tmp_path / "model"), tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"number {i}"}) + "\n" for i in range(4)))
     out = tmp_path / "out"
     common = ["--model", str(model), "--prompts", str(prompts), "--max-tokens", "4", "--max-model-len", "96"]
-    serving.main([*common, "--batches", "1,2", "--out", str(out)])
+    serving.main([*common, "--batches", "1,2", "--repeats", "2", "--out", str(out)])
     rows = json.loads((out / "serving.json").read_text())["rows"]
     assert [(row["mode"], row["batch"]) for row in rows] == [(m, b) for b in (1, 2) for m in serving.MODES]
     assert (out / "by_batch.png").stat().st_size > 1_000
