@@ -55,6 +55,7 @@ def plot_paths(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axes[1].plot(batches, [r[f"{kind}_bytes"] / 2**20 for r in own], style, marker="o")
     for ax, label in zip(axes, ("time of a verified pass, ms", "cache and temporaries, MiB"), strict=True):
         ax.set(xlabel="batch size", ylabel=label)
+        ax.set_ylim(bottom=0)
         ax.grid(alpha=0.3)
     axes[0].legend()
     save_figure(figure, path)
