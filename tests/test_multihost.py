@@ -103,13 +103,13 @@ def test_calls_arrive_in_order_and_end() -> None:
 
 
 def test_a_closed_cluster_leaves_no_thread_behind() -> None:
-    before = threading.active_count()
+    others = set(threading.enumerate())
     with pair(60.0):
-        assert threading.active_count() == before + 4
-    end = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(0.1)
-    assert threading.active_count() == before
+        own = set(threading.enumerate()) - others
+    assert len(own) == 4
+    for thread in own:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in own)
 
 
 @pytest.mark.parametrize("stuck", [False, True])
